@@ -1,0 +1,202 @@
+"""Configuration: pipelines as YAML and the server's settings, checked before anything starts.
+
+All models are frozen and refuse unknown keys; an error names the file, the path in it and the
+reason."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from omni_grpc.errors import ConfigError
+from omni_grpc.types import Modality
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+Engine = Literal["vllm", "diffusion", "diffusers", "codec", "fake", "python"]
+
+
+class Frozen(BaseModel):
+    """Base of all configuration: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RestartPolicy(Frozen):
+    """How a replica that died comes back: after `backoff` seconds, doubled up to `max_backoff`, at
+    most `budget` times in `window` seconds; beyond that the slot stays empty."""
+
+    backoff: Seconds = 0.5
+    max_backoff: Seconds = 30.0
+    budget: Annotated[int, Field(ge=0, le=1000)] = 10
+    window: Seconds = 600.0
+
+
+class StageConfig(Frozen):
+    """One stage of a pipeline."""
+
+    name: Name
+    engine: Engine
+    model: str = ""
+    """Path or name of the model; `embedded:NAME` is one that a package delivers; for engine
+    `python` the stage class's import path, `package.module:Class`."""
+    devices: tuple[str, ...] = ("cpu",)
+    """One per replica, or one for all: "cpu", "cuda:0", "cuda:0,1" (tensor parallel over two)."""
+    replicas: Annotated[int, Field(ge=1, le=256)] = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Threads for computing on the CPU (OMP_NUM_THREADS); None: the libraries' own default."""
+    environment: dict[str, str] = {}
+    """Further environment variables of the replica processes."""
+    engine_args: dict[str, Any] = {}
+    """Arguments of the engine itself (vLLM's AsyncEngineArgs, for instance)."""
+    defaults: dict[str, Any] = {}
+    """Parameters that hold where a request sets none."""
+    constraints: dict[str, Any] = {}
+    """Parameters that a request cannot change; stop tokens here are added to the request's."""
+    inputs: tuple[Name, ...] = ()
+    """The stages whose outputs it takes; none for stage 0."""
+    bridge: str = "forward"
+    """What makes its input of those outputs: a built-in bridge, or `package.module:factory`."""
+    output: Modality | None = None
+    """What it gives to the client; None: nothing, its outputs only feed later stages."""
+    start_timeout: Seconds = 600.0
+    """Longest time until a replica is loaded and warm."""
+    stage_timeout: Seconds = 120.0
+    """Longest silence of a task that has input to work on."""
+    restart: RestartPolicy = RestartPolicy()
+
+    @model_validator(mode="after")
+    def _check(self) -> StageConfig:
+        if len(self.devices) not in (1, self.replicas):
+            raise ValueError(
+                f"devices: give one for all {self.replicas} replicas, or one for each, "
+                f"not {len(self.devices)}"
+            )
+        if self.engine == "python" and ":" not in self.model:
+            raise ValueError(
+                "model: engine 'python' needs the class's import path, 'package.module:Class'"
+            )
+        if self.engine not in ("fake", "python") and not self.model:
+            raise ValueError(f"model: engine {self.engine!r} needs a model")
+        return self
+
+    def device(self, replica: int) -> str:
+        """The device of a replica."""
+        return self.devices[replica if len(self.devices) > 1 else 0]
+
+
+class PipelineConfig(Frozen):
+    """A pipeline: stages in the order in which data flows, the first one takes the prompt."""
+
+    name: Name
+    description: str = ""
+    inputs: tuple[Modality, ...] = (Modality.TEXT,)
+    """What a prompt may hold."""
+    prompts: tuple[Literal["text", "token_ids", "messages", "embeds"], ...] = ("text",)
+    """The forms of `Prompt.content` that stage 0 takes."""
+    stages: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
+    max_duration: Seconds = 600.0
+    """Longest time that a request may take; also the deadline of one that brings none."""
+    input_timeout: Seconds = 60.0
+    """Longest wait for the next input of a resumable request."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PipelineConfig:
+        seen: set[str] = set()
+        for place, stage in enumerate(self.stages):
+            where = f"stages[{place}] ({stage.name})"
+            if stage.name in seen:
+                raise ValueError(f"{where}: the name is taken by an earlier stage")
+            if bool(stage.inputs) != bool(place):
+                raise ValueError(
+                    f"{where}: the first stage takes the prompt and has no inputs, others have some"
+                )
+            for source in stage.inputs:
+                if source not in seen:
+                    raise ValueError(f"{where}: inputs: {source!r} is not an earlier stage")
+            seen.add(stage.name)
+        self._check_outputs()
+        return self
+
+    def _check_outputs(self) -> None:
+        outputs = [stage.output for stage in self.stages if stage.output is not None]
+        if not outputs:
+            raise ValueError("no stage has an output: the client would get nothing")
+        if len(set(outputs)) != len(outputs):
+            raise ValueError("two stages have the same output modality")
+        fed = {source for stage in self.stages for source in stage.inputs}
+        for place, stage in enumerate(self.stages):
+            if stage.output is None and stage.name not in fed:
+                raise ValueError(f"stages[{place}] ({stage.name}): nobody takes its output")
+
+
+class ServerConfig(Frozen):
+    """Settings of the server. Sizes in bytes, times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 50051
+    max_receive_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 64 << 20
+    max_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    """Requests that run or wait at once."""
+    queue_bytes: Annotated[int, Field(ge=1 << 16)] = 4 << 20
+    """Output that waits for one client before its stages pause."""
+    write_timeout: Seconds = 30.0
+    """Longest time that a client may leave an output unread."""
+    drain_timeout: Seconds = 30.0
+    """Longest time that running requests may go on after SIGTERM."""
+    stop_timeout: Seconds = 10.0
+    """Longest time that a replica may take to stop before it is killed."""
+    heartbeat_timeout: Seconds = 30.0
+    """A replica that shows no sign of life for so long is lost."""
+    ipc: str = "ipc"
+    """How replicas are reached: "ipc", or "tcp://ADDRESS" to listen on for them."""
+
+
+def builtin_pipelines() -> dict[str, Path]:
+    """The pipelines that the package brings, by name."""
+    folder = Path(str(resources.files("omni_grpc") / "pipelines"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_pipeline(reference: str) -> PipelineConfig:
+    """The pipeline named `reference`, or the one in the file at that path. Raises ConfigError."""
+    builtin = builtin_pipelines()
+    if reference in builtin:
+        return read_pipeline(builtin[reference])
+    path = Path(reference)
+    if not path.is_file():
+        raise ConfigError(
+            f"{reference}: neither a file nor a built-in pipeline (those are {', '.join(builtin)})"
+        )
+    return read_pipeline(path)
+
+
+def read_pipeline(path: Path) -> PipelineConfig:
+    """The pipeline in a YAML file. Raises ConfigError that names file, path and reason."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a pipeline is a mapping with 'name' and 'stages'")
+    try:
+        return PipelineConfig.model_validate(content)
+    except ValidationError as error:
+        reasons = "\n".join(f"  {_where(e['loc'])}: {_reason(e)}" for e in error.errors())
+        raise ConfigError(f"{path}:\n{reasons}") from None
+
+
+def _where(location: tuple[int | str, ...]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.lstrip(".") or "(whole file)"
+
+
+def _reason(error: Any) -> str:
+    message: str = error["msg"]
+    return message.removeprefix("Value error, ")

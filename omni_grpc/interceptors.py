@@ -1,0 +1,198 @@
+"""What happens around every rpc: bytes that do not parse, errors, deadlines, identity, one log
+line.
+
+The one place where an exception becomes a status. What is not an OmniError is a bug or a client
+that left: its text goes to the log, never to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import quote
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+from omni_grpc.errors import Code, InternalError, InvalidField, OmniError
+
+log = logging.getLogger(__name__)
+
+DOMAIN = "omni-grpc"
+STATUS_BYTES = 4 << 10
+"""Most bytes of a rich status. Trailers over 8 KiB are dropped by some peers, over 16 KiB by
+all."""
+MESSAGE_CHARACTERS = 512
+OWN_PACKAGE = "/omni_grpc.v1."
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Callable[[Any, Context], Awaitable[Any]]
+
+
+class Malformed:
+    """Stands for a message whose bytes did not parse."""
+
+
+MALFORMED = Malformed()
+
+
+def tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """The deserializer, giving MALFORMED where the bytes do not parse: grpcio itself would answer
+    UNKNOWN with the parser's text."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return MALFORMED
+
+    return parse
+
+
+class Edge(grpc.aio.ServerInterceptor):
+    """Wraps every handler of this package's services. Handlers are coroutines that read `request`
+    (a message or an async iterator of them) and, where they stream, write to the context."""
+
+    def __init__(self, pod: str) -> None:
+        self._pod = pod
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The wrapped handler; None where there is no such method."""
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None or not method.startswith(OWN_PACKAGE):
+            return handler
+        make, behaviour = _shape(handler)
+        return make(
+            self._wrap(behaviour, method, handler.request_streaming),
+            request_deserializer=tolerant(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+
+    def _wrap(self, behaviour: Handler, method: str, streaming: bool) -> Handler:
+        name = method.rpartition("/")[2]
+
+        async def call(request: Any, context: Context) -> Any:
+            started = time.perf_counter()
+            context.set_trailing_metadata((("omni-pod", self._pod),))
+            code = Code.INTERNAL.name
+            try:
+                checked = _checked(request) if streaming else _parsed(request)
+                answer = await behaviour(checked, context)
+                code = "OK"
+                return answer
+            except OmniError as error:
+                code = error.code.name
+                await self._abort(context, error)
+            except asyncio.CancelledError:
+                if _cancelled_for_real():
+                    code = Code.CANCELLED.name
+                    raise
+                # A CancelledError that leaked from an inner task would hang the client for ever.
+                log.exception("%s: an inner task's cancellation leaked", name)
+                await self._abort(context, InternalError("internal error"))
+            except grpc.aio.BaseError:
+                # The client left while we wrote.
+                code = Code.CANCELLED.name
+                raise
+            except Exception:
+                log.exception("%s failed", name)
+                await self._abort(context, InternalError("internal error"))
+            finally:
+                elapsed = (time.perf_counter() - started) * 1e3
+                log.info("%s %s %.1f ms %s", name, code, elapsed, _request_id.get() or "-")
+
+        return call
+
+    async def _abort(self, context: Context, error: OmniError) -> None:
+        status = rpc_status.to_status(rich_status(error))
+        metadata = [*status.trailing_metadata, ("omni-pod", self._pod)]
+        if request_id := _request_id.get():
+            metadata.append(("omni-request-id", request_id))
+        if error.retry_after_s is not None:
+            metadata.append(("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1e3))))
+        await context.abort(status.code, status.details, tuple(metadata))
+
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def set_request_id(request_id: str) -> None:
+    """Names the request that this rpc is about: for its log line and for the trailers of its
+    error."""
+    _request_id.set(mirrored(request_id))
+
+
+def mirrored(request_id: str) -> str:
+    """The id as metadata may carry it: percent-encoded where it is not printable ASCII."""
+    return quote(request_id, safe="!#$&'()*+,-./:;<=>?@[]^_`{|}~ \"\\") if request_id else ""
+
+
+def _cancelled_for_real() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _shape(handler: Any) -> tuple[Callable[..., Any], Any]:
+    if handler.request_streaming and handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler, handler.stream_stream
+    if handler.request_streaming:
+        return grpc.stream_unary_rpc_method_handler, handler.stream_unary
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler, handler.unary_stream
+    return grpc.unary_unary_rpc_method_handler, handler.unary_unary
+
+
+def _parsed(message: Any) -> Any:
+    if message is MALFORMED:
+        raise InvalidField("(message)", "its bytes do not parse")
+    return message
+
+
+async def _checked(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for message in messages:
+        yield _parsed(message)
+
+
+def rich_status(error: OmniError) -> Status:
+    """The error as google.rpc.Status with its details, under STATUS_BYTES: violations are cut, the
+    first stay."""
+    message = error.message
+    if len(message) > MESSAGE_CHARACTERS:
+        message = message[: MESSAGE_CHARACTERS - 1] + "…"
+    status = Status(code=error.code.value, message=message)
+    _add(status, error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromMilliseconds(int(error.retry_after_s * 1e3))
+        _add(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    request = error_details_pb2.BadRequest()
+    room = STATUS_BYTES - status.ByteSize() - 64
+    for violation in error.violations:
+        entry = error_details_pb2.BadRequest.FieldViolation(
+            field=violation.field[:256], description=violation.description[:512]
+        )
+        room -= entry.ByteSize() + 4
+        if room < 0:
+            break
+        request.field_violations.append(entry)
+    if request.field_violations:
+        _add(status, request)
+    return status
+
+
+def _add(status: Status, detail: Message) -> None:
+    packed = AnyMessage()
+    packed.Pack(detail)
+    status.details.append(packed)

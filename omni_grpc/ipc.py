@@ -1,0 +1,276 @@
+"""The typed messages between the server and a replica process, and the channel that carries them.
+
+One ZeroMQ message is one msgpack list of structs: everything that one side had to say in one turn
+of its event loop, so all outputs of one engine step travel together. Both ends are DEALER sockets;
+the server binds, the replica connects. The address is configuration: `ipc://` on one host, `tcp://`
+across hosts.
+
+The life of a replica, seen from the server:
+
+    ← Hello → Start ← Ready | StartFailed      then, at any time: ← Heartbeat, → Stop → Submit ←
+    Admitted | Refused              a task's prepare → Feed*  ← Emitted*  → Credit*
+    input and output, in order → Abort  ← Ended                           exactly one Ended for each
+    admitted task, the last word on it → Control ← ControlDone
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from omni_grpc.errors import ErrorRecord
+from omni_grpc.types import (
+    Audio,
+    Image,
+    Params,
+    Payload,
+    Prompt,
+    RequestOptions,
+    StageFacts,
+    StageOutput,
+    StageStatistics,
+    Tensors,
+    TextDelta,
+    Video,
+)
+
+WINDOW_BYTES = 1 << 20
+"""Bytes of output that a task may have under way before its consumer gives credit. Bounds the
+server's memory: a stage that outruns its reader pauses."""
+
+OUTPUT_OVERHEAD = 64
+"""What an output counts against the window beside its content, in bytes, so that empty outputs
+count too."""
+
+
+class StageSpec(msgspec.Struct, frozen=True):
+    """What a replica process needs to build its stage."""
+
+    pipeline: str
+    stage: str
+    replica: int
+    engine: str
+    model: str
+    device: str
+    engine_args: dict[str, Any] = {}
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One request's work at one stage.
+
+    `id` is unique over the server's life, so late messages about an old task meet nobody. `prompt`
+    is set at stage 0 only; later stages live on Feeds. `streaming`: more input comes by Feed.
+    `timeout_s` is what is left of the request's deadline when the task is sent."""
+
+    id: int
+    request_id: str
+    params: Params | None
+    timeout_s: float
+    prompt: Prompt | None = None
+    streaming: bool = False
+    options: RequestOptions = RequestOptions()
+
+
+# ---------------------------------------------------------------- to the replica
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Build, load and warm this stage."""
+
+    spec: StageSpec
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Take this task."""
+
+    task: Task
+
+
+class Feed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """More input of a task. `end`: there is no more after it."""
+
+    task: int
+    payload: Payload | None = None
+    prompt: Prompt | None = None
+    params: Params | None = None
+    end_of_segment: bool = False
+    end: bool = False
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop this task and free what it holds."""
+
+    task: int
+
+
+class Credit(msgspec.Struct, frozen=True, tag=True):
+    """The consumer took this many bytes of a task's output."""
+
+    task: int
+    bytes: int
+
+
+class Control(msgspec.Struct, frozen=True, tag=True):
+    """An operator's command to the stage."""
+
+    call: int
+    command: str
+    arguments: dict[str, Any] = {}
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Close the stage and exit."""
+
+
+ToReplica = Start | Submit | Feed | Abort | Credit | Control | Stop
+
+# ---------------------------------------------------------------- from the replica
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The process stands."""
+
+    pid: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The stage is loaded and warm."""
+
+    facts: StageFacts
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The stage could not be built; the process exits."""
+
+    error: str
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """A task was prepared and runs. `prepare_ms` is tokenization and media processing."""
+
+    task: int
+    prepare_ms: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A task was not taken; nothing of it is left in the replica."""
+
+    task: int
+    error: ErrorRecord
+
+
+class Emitted(msgspec.Struct, frozen=True, tag=True):
+    """An output of a task."""
+
+    task: int
+    output: StageOutput
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A task's end: nothing of it is left in the replica. `error` None: it did all that was
+    asked."""
+
+    task: int
+    error: ErrorRecord | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sign of life from the replica's own event loop, with its load."""
+
+    running: int
+    statistics: StageStatistics
+
+
+class ControlDone(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a Control."""
+
+    call: int
+    error: ErrorRecord | None = None
+
+
+FromReplica = (
+    Hello | Ready | StartFailed | Admitted | Refused | Emitted | Ended | Heartbeat | ControlDone
+)
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+
+class Channel(Generic[Out, In]):
+    """One end of the line. `send` never blocks and keeps order; what is sent in one turn of the
+    loop goes out as one ZeroMQ message."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, receives: Any) -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[list[In]] = msgspec.msgpack.Decoder(list[receives])
+        self._outbox: list[Out] = []
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    def bind(cls, context: zmq.asyncio.Context, address: str, receives: Any) -> Channel[Out, In]:
+        """The server's end, listening at `address`."""
+        channel = cls(_dealer(context), receives)
+        channel._socket.bind(address)
+        return channel
+
+    @classmethod
+    def connect(cls, context: zmq.asyncio.Context, address: str, receives: Any) -> Channel[Out, In]:
+        """The replica's end."""
+        channel = cls(_dealer(context), receives)
+        channel._socket.connect(address)
+        return channel
+
+    @property
+    def endpoint(self) -> str:
+        """The address that was bound, with a real port in place of a wildcard."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, message: Out) -> None:
+        """Queues one message. It leaves when this turn of the event loop is over."""
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(message)
+
+    def _flush(self) -> None:
+        batch, self._outbox = self._outbox, []
+        if not self._socket.closed:
+            self._socket.send(self._encoder.encode(batch), copy=False)
+
+    async def receive(self) -> list[In]:
+        """The next batch. Cancelling loses nothing."""
+        return self._decoder.decode(await self._socket.recv())
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes the socket; what was sent and is not out yet is dropped after `linger_ms`."""
+        if self._outbox:
+            self._flush()
+        self._socket.close(linger=linger_ms)
+
+
+def _dealer(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+    socket = context.socket(zmq.DEALER)
+    # Unlimited queues: the bound is the tasks' windows and admission, never a silently blocked
+    # send.
+    socket.set_hwm(0)
+    return socket
+
+
+def output_size(output: StageOutput) -> int:
+    """What an output counts against its task's window, in bytes."""
+    return OUTPUT_OVERHEAD + (payload_size(output.payload) if output.payload is not None else 0)
+
+
+def payload_size(payload: Payload) -> int:
+    """Approximate size of a payload's content, in bytes."""
+    match payload:
+        case TextDelta():
+            return len(payload.text) + 8 * len(payload.token_ids) + 64 * len(payload.logprobs)
+        case Tensors():
+            return sum(len(tensor.data) for tensor in payload.arrays.values())
+        case Audio() | Image() | Video():
+            return len(payload.data)

@@ -1,0 +1,96 @@
+"""Owner of all Runs: opens them, finds them, ends them. One run per request id at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
+from enum import Enum
+
+from omni_grpc.errors import AbortedByClient, DuplicateRequest, OmniError, RequestNotFound
+from omni_grpc.run import Plan, Run
+
+REMEMBERED = 10_000
+"""Ended requests that `abort` still knows."""
+
+
+class AbortOutcome(Enum):
+    """What aborting an id did."""
+
+    ABORTED = "aborted"
+    ALREADY_FINISHED = "already_finished"
+    NOT_FOUND = "not_found"
+
+
+class Orchestrator:
+    """All requests of the server."""
+
+    def __init__(self, queue_bytes: int) -> None:
+        self._queue_bytes = queue_bytes
+        self._runs: dict[str, Run] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        """Requests that run or wait."""
+        return len(self._runs)
+
+    def open(self, plan: Plan) -> Run:
+        """A run for the plan, registered before anything is submitted. Raises DuplicateRequest."""
+        request_id = plan.request.request_id
+        if request_id in self._runs:
+            raise DuplicateRequest(f"request {request_id!r} is in flight")
+        run = Run(plan, self._queue_bytes, self._closed)
+        self._runs[request_id] = run
+        self._idle.clear()
+        return run
+
+    def find(self, request_id: str) -> Run:
+        """The run with this id. Raises RequestNotFound."""
+        if request_id not in self._runs:
+            raise RequestNotFound(f"no request {request_id!r} runs here")
+        return self._runs[request_id]
+
+    async def abort(self, request_ids: Iterable[str], timeout_s: float) -> list[AbortOutcome]:
+        """Aborts requests and waits until every stage has freed them, at most `timeout_s`."""
+        outcomes, runs = [], []
+        for request_id in request_ids:
+            run = self._runs.get(request_id)
+            if run is not None:
+                run.close(AbortedByClient("the request was aborted"))
+                runs.append(run)
+                outcomes.append(AbortOutcome.ABORTED)
+            elif request_id in self._ended:
+                outcomes.append(AbortOutcome.ALREADY_FINISHED)
+            else:
+                outcomes.append(AbortOutcome.NOT_FOUND)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for run in runs:
+                    await run.released()
+        return outcomes
+
+    def close_all(self, error: OmniError) -> None:
+        """Ends every request with `error`."""
+        for run in list(self._runs.values()):
+            run.close(error)
+
+    async def idle(self) -> None:
+        """Returns when no request runs."""
+        await self._idle.wait()
+
+    def statistics(self) -> list[dict[str, object]]:
+        """What every run holds; empty when all is freed."""
+        return [run.statistics() for run in self._runs.values()]
+
+    def _closed(self, run: Run) -> None:
+        # An id may have been taken again only after this: `open` refuses it while it is here.
+        self._runs.pop(run.request_id, None)
+        self._ended[run.request_id] = None
+        self._ended.move_to_end(run.request_id)
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        if not self._runs:
+            self._idle.set()

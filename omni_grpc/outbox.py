@@ -1,0 +1,243 @@
+"""The queue between a request's stages and the writer of its stream.
+
+Never blocks the stages and never drops: text is merged while the writer is behind; sound, pictures
+and film are cut into messages that fit the contract's limits. `congested` tells the stages to pause
+when the client is slow, so the queue stays near `limit_bytes`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+
+from omni_grpc.types import (
+    Audio,
+    AudioChunk,
+    Content,
+    Event,
+    Image,
+    ImageChunk,
+    Output,
+    Payload,
+    StageProgress,
+    TensorChunk,
+    Tensors,
+    TextDelta,
+    Video,
+    VideoChunk,
+)
+
+AUDIO_BYTES = 64 << 10
+"""Largest audio message."""
+PART_BYTES = 512 << 10
+"""Largest part of a picture, a film or an array: well under 1 MiB with all that is around it."""
+TEXT_CHARACTERS = 128 << 10
+"""Most characters of one text message (4 bytes each at most)."""
+LOGPROBS_PER_MESSAGE = 256
+"""Most entries of log-probabilities of one message."""
+MERGED_CHARACTERS = 8 << 10
+MERGED_TOKENS = 1024
+"""Where merging stops and a new event begins, so that merging stays cheap however long the writer
+is behind."""
+EVENT_OVERHEAD = 256
+"""What an event counts beside its content, in bytes."""
+
+
+class Outbox:
+    """One request's events on their way to the client. One writer."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._events: deque[tuple[Event, int]] = deque()
+        self._bytes = 0
+        self._closed = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def congested(self) -> bool:
+        """Whether the stages should pause: more waits than the limit."""
+        return self._bytes > self._limit
+
+    @property
+    def drained(self) -> bool:
+        """Whether the stages may go on: less than half of the limit waits."""
+        return self._bytes * 2 <= self._limit
+
+    @property
+    def bytes(self) -> int:
+        """What waits, in bytes."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def put(self, event: Event) -> None:
+        """Adds an event; text of one stage, index and segment joins the last event if that still
+        waits. A new sign of progress takes the place of an older one."""
+        if self._closed:
+            return
+        if self._events:
+            merged = merge(self._events[-1][0], event)
+            if merged is not None:
+                self._bytes -= self._events.pop()[1]
+                event = merged
+        size = event_size(event)
+        self._events.append((event, size))
+        self._bytes += size
+        self._wake()
+
+    def close(self, *, discard: bool) -> None:
+        """Nothing comes any more. `discard`: what waits is dropped too."""
+        self._closed = True
+        if discard:
+            self._events.clear()
+            self._bytes = 0
+        self._wake()
+
+    async def get(self) -> Event | None:
+        """The next event; None after the last. Cancelling loses nothing."""
+        while not self._events:
+            if self._closed:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        event, size = self._events.popleft()
+        self._bytes -= size
+        return event
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(last: Event, new: Event) -> Event | None:
+    """Both events as one, or None where they must stay two."""
+    match last, new:
+        case Output(content=TextDelta() as a), Output(content=TextDelta() as b):
+            same = (last.stage, last.index, last.segment) == (new.stage, new.index, new.segment)
+            if not same or not _fits(a, b):
+                return None
+            text = TextDelta(
+                a.text + b.text,
+                a.token_ids + b.token_ids,
+                a.logprobs + b.logprobs,
+                a.prompt_logprobs + b.prompt_logprobs,
+            )
+            return Output(last.stage, last.index, last.segment, text)
+        case StageProgress(), StageProgress() if last.stage == new.stage:
+            return new
+    return None
+
+
+def _fits(a: TextDelta, b: TextDelta) -> bool:
+    entries = sum(len(d.logprobs) + len(d.prompt_logprobs) for d in (a, b))
+    return (
+        len(a.text) + len(b.text) <= MERGED_CHARACTERS
+        and len(a.token_ids) + len(b.token_ids) <= MERGED_TOKENS
+        and entries <= LOGPROBS_PER_MESSAGE
+    )
+
+
+def event_size(event: Event) -> int:
+    """Approximate size of an event, in bytes."""
+    if not isinstance(event, Output):
+        return EVENT_OVERHEAD
+    content = event.content
+    if isinstance(content, TextDelta):
+        entries = len(content.logprobs) + len(content.prompt_logprobs)
+        return EVENT_OVERHEAD + len(content.text) + 8 * len(content.token_ids) + 256 * entries
+    return EVENT_OVERHEAD + len(content.data)
+
+
+class Cutter:
+    """Cuts one stage's payloads into the contents of messages, and keeps count of samples, chunks
+    and frames.
+
+    The counts are of what was handed over for delivery, over all payloads of the stage.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.frames = 0
+        self._chunk = 0
+
+    def cut(self, payload: Payload) -> Iterator[Content]:
+        """The payload's contents in order, each within the contract's limits."""
+        match payload:
+            case TextDelta():
+                yield from cut_text(payload)
+            case Audio():
+                yield from self._cut_audio(payload)
+            case Image():
+                for offset, data, last in _parts(payload.data, PART_BYTES):
+                    yield ImageChunk(
+                        data, payload.mime_type, payload.width, payload.height, offset, last
+                    )
+            case Video():
+                yield from self._cut_video(payload)
+            case Tensors():
+                yield from cut_tensors(payload)
+
+    def _cut_audio(self, audio: Audio) -> Iterator[AudioChunk]:
+        width = audio.format.frame_width
+        step = AUDIO_BYTES // width * width
+        for _, data, _ in _parts(audio.data, step):
+            if data:
+                yield AudioChunk(data, self.samples, audio.format)
+                self.samples += len(data) // width
+
+    def _cut_video(self, video: Video) -> Iterator[VideoChunk]:
+        for offset, data, last in _parts(video.data, PART_BYTES):
+            yield VideoChunk(
+                data,
+                video.mime_type,
+                self._chunk,
+                video.first_frame,
+                # The frames begin in the first part; the others carry on with its bytes.
+                video.frame_count if offset == 0 else 0,
+                video.width,
+                video.height,
+                last and video.last,
+                video.active_event_ids,
+            )
+            self._chunk += 1
+        self.frames += video.frame_count
+
+
+def cut_text(delta: TextDelta) -> Iterator[TextDelta]:
+    """The delta as one or more: log-probabilities of the prompt first; a token's stay beside its
+    id."""
+    prompt, step = delta.prompt_logprobs, LOGPROBS_PER_MESSAGE
+    many = len(delta.logprobs) > step or len(prompt) > step
+    if not many and len(delta.text) <= TEXT_CHARACTERS:
+        yield delta
+        return
+    for start in range(0, len(prompt), step):
+        yield TextDelta("", prompt_logprobs=prompt[start : start + step])
+    if not delta.logprobs:
+        yield TextDelta("", delta.token_ids)
+    for start in range(0, len(delta.logprobs), step):
+        end = start + step
+        yield TextDelta("", delta.token_ids[start:end], delta.logprobs[start:end])
+    for start in range(0, len(delta.text), TEXT_CHARACTERS):
+        yield TextDelta(delta.text[start : start + TEXT_CHARACTERS])
+
+
+def cut_tensors(tensors: Tensors) -> Iterator[TensorChunk]:
+    """Each array in parts of whole elements."""
+    for name, tensor in tensors.arrays.items():
+        size = tensor.dtype.itemsize
+        for offset, data, last in _parts(tensor.data, PART_BYTES // size * size):
+            yield TensorChunk(name, data, tensor.dtype, tensor.shape, offset, last)
+
+
+def _parts(data: bytes, size: int) -> Iterator[tuple[int, bytes, bool]]:
+    """(offset, part, whether it is the last) of `data`; one empty part where there is nothing."""
+    if len(data) <= size:
+        yield 0, data, True
+        return
+    for offset in range(0, len(data), size):
+        yield offset, data[offset : offset + size], offset + size >= len(data)

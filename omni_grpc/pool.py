@@ -1,0 +1,201 @@
+"""The replicas of one stage: start, balance, supervise, restart, stop.
+
+Each slot has one supervisor task. A replica that goes down is started again in its slot after a
+backoff, within a budget; beyond it the slot stays empty and the pool says so. The pool's observers
+hear every change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq.asyncio
+
+from omni_grpc.config import ServerConfig, StageConfig
+from omni_grpc.embedded import resolve
+from omni_grpc.errors import StageUnavailable, StartError
+from omni_grpc.ipc import StageSpec
+from omni_grpc.replica import Replica, ReplicaStatistics, State
+from omni_grpc.types import StageFacts, StageStatistics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What all pools share: ZeroMQ, the folder of the sockets, the server's settings."""
+
+    context: zmq.asyncio.Context
+    folder: Path
+    settings: ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatistics:
+    """One slot's load; `restarts` counts from the server's start."""
+
+    replica: int
+    device: str
+    load: ReplicaStatistics
+    restarts: int
+
+
+class Slot:
+    """One place for a replica, with its number and device."""
+
+    def __init__(self, pool: StagePool, number: int) -> None:
+        self.number = number
+        self.replica: Replica | None = None
+        self.restarts = 0
+        self.given_up = False
+        self._pool = pool
+        self._generation = 0
+        self._deaths: deque[float] = deque()
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a replica serves here now."""
+        return self.replica is not None and self.replica.state is State.READY
+
+    async def start(self) -> None:
+        """Starts the first replica, then supervises. Raises StartError."""
+        await self._launch()
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def stop(self) -> None:
+        """Ends supervision, then the replica."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self.replica is not None:
+            await self.replica.stop()
+
+    async def _launch(self) -> None:
+        self._generation += 1
+        self.replica = self._pool.make_replica(self.number, self._generation)
+        await self.replica.start()
+        self._pool.changed()
+
+    async def _supervise(self) -> None:
+        policy = self._pool.config.restart
+        backoff = policy.backoff
+        while True:
+            assert self.replica is not None
+            await self.replica.gone()
+            self._pool.changed()
+            await self.replica.stop()
+            if not self._within_budget():
+                self.given_up = True
+                log.error("replica %s is beyond its restart budget", self.replica.name)
+                self._pool.changed()
+                return
+            await asyncio.sleep(backoff)
+            self.restarts += 1
+            try:
+                await self._launch()
+                backoff = policy.backoff
+            except StartError as error:
+                log.error("restart failed: %s", error)
+                backoff = min(backoff * 2, policy.max_backoff)
+
+    def _within_budget(self) -> bool:
+        policy, now = self._pool.config.restart, asyncio.get_running_loop().time()
+        self._deaths.append(now)
+        while self._deaths and now - self._deaths[0] > policy.window:
+            self._deaths.popleft()
+        return len(self._deaths) <= policy.budget
+
+
+class StagePool:
+    """The replicas of one stage."""
+
+    def __init__(self, pipeline: str, config: StageConfig, runtime: Runtime) -> None:
+        self.pipeline = pipeline
+        self.config = config
+        self._runtime = runtime
+        self._slots = [Slot(self, number) for number in range(config.replicas)]
+        self._observers: list[Callable[[], None]] = []
+
+    @property
+    def ready_replicas(self) -> int:
+        """Replicas that serve now."""
+        return sum(slot.ready for slot in self._slots)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether a slot is beyond its restart budget."""
+        return any(slot.given_up for slot in self._slots)
+
+    @property
+    def facts(self) -> StageFacts:
+        """What the stage told of itself when it was loaded."""
+        return next((slot.replica.facts for slot in self._slots if slot.replica), StageFacts())
+
+    def observe(self, observer: Callable[[], None]) -> None:
+        """Calls `observer` whenever a replica comes or goes."""
+        self._observers.append(observer)
+
+    def changed(self) -> None:
+        """Tells the observers."""
+        for observer in self._observers:
+            observer()
+
+    async def start(self) -> None:
+        """Starts all replicas. Raises the first StartError; what was started then still needs
+        `close`."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for slot in self._slots:
+                    group.create_task(slot.start())
+        except* StartError as failures:
+            raise failures.exceptions[0] from None
+
+    def acquire(self) -> Replica:
+        """The ready replica with the fewest tasks. Raises StageUnavailable if there is none."""
+        ready = [slot.replica for slot in self._slots if slot.replica and slot.ready]
+        if not ready:
+            raise StageUnavailable(
+                f"stage {self.config.name!r} has no replica now",
+                retry_after_s=self.config.restart.backoff,
+            )
+        return min(ready, key=lambda replica: replica.running)
+
+    def statistics(self) -> list[SlotStatistics]:
+        """The present load, one entry per slot."""
+        absent = ReplicaStatistics(False, 0, StageStatistics(), None)
+        return [
+            SlotStatistics(
+                slot.number,
+                self.config.device(slot.number),
+                slot.replica.statistics() if slot.replica else absent,
+                slot.restarts,
+            )
+            for slot in self._slots
+        ]
+
+    async def close(self) -> None:
+        """Stops all replicas."""
+        await asyncio.gather(*(slot.stop() for slot in self._slots))
+
+    def make_replica(self, number: int, generation: int) -> Replica:
+        """A replica for a slot, not yet started."""
+        config, settings = self.config, self._runtime.settings
+        spec = StageSpec(
+            pipeline=self.pipeline,
+            stage=config.name,
+            replica=number,
+            engine=config.engine,
+            model=config.model if config.engine == "python" else str(resolve(config.model)),
+            device=config.device(number),
+            engine_args=config.engine_args,
+        )
+        socket = (
+            self._runtime.folder / f"{self.pipeline[:20]}-{config.name[:20]}-{number}-{generation}"
+        )
+        address = f"ipc://{socket}" if settings.ipc == "ipc" else f"{settings.ipc}:*"
+        return Replica(spec, config, settings, self._runtime.context, address)

@@ -1,0 +1,404 @@
+"""One request on its way through the stages.
+
+A Run is a state machine that messages from replicas drive; it has no task of its own. Stage 0 is
+submitted at admission, each later stage with its first input. Outputs of final stages go to the
+outbox, outputs with consumers over their bridges to the next stages. `close` is the one way out,
+for every ending: synchronous, idempotent; it frees what the request holds here and asks the
+replicas to free the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from omni_grpc.errors import (
+    DeadlineExceeded,
+    InternalError,
+    OmniError,
+    ReplicaLost,
+    StageUnavailable,
+    Violation,
+)
+from omni_grpc.ipc import Task
+from omni_grpc.outbox import Cutter, Outbox
+from omni_grpc.pipelines.bridges import Bridge, BridgeContext
+from omni_grpc.replica import TaskHandle, new_task_id
+from omni_grpc.topology import Pipeline, StageNode
+from omni_grpc.types import (
+    Accepted,
+    Event,
+    Finished,
+    Output,
+    Params,
+    Request,
+    RequestOptions,
+    SegmentEnd,
+    StageFinish,
+    StageOutput,
+    StageProgress,
+    Timings,
+    Usage,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request after admission's checks: what will run, with which parameters, for how long."""
+
+    request: Request
+    pipeline: Pipeline
+    finals: tuple[StageNode, ...]
+    needed: tuple[StageNode, ...]
+    params: dict[str, Params]
+    timeout_s: float
+    params_paths: dict[str, str]
+    """Where the request set a stage's parameters, by stage: "stage_params[1].sampling"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """An event as it is written: `seq` counts from 0 without a gap."""
+
+    seq: int
+    epoch: int
+    event: Event
+
+
+class StageRun:
+    """One stage's part in a Run: the sink of its task, and the bridges behind it."""
+
+    def __init__(self, run: Run, node: StageNode, sources: frozenset[str]) -> None:
+        self.node = node
+        self.handle: TaskHandle | None = None
+        self.holds = False
+        """Whether the replica still holds the task."""
+        self.ended = False
+        self.final = False
+        self.consumers: list[tuple[StageRun, Bridge]] = []
+        self.cutter = Cutter()
+        self.started_at: float | None = None
+        self.ended_at: float | None = None
+        self._run = run
+        self._open_sources = set(sources)
+
+    # The sink. Whatever goes wrong in handling one message ends this one request.
+
+    def on_admitted(self, prepare_ms: float) -> None:
+        self._contained(self._run.stage_admitted, self, prepare_ms)
+
+    def on_refused(self, error: OmniError) -> None:
+        self.holds = False
+        self._contained(self._run.stage_refused, self, error)
+        self._run.stage_released()
+
+    def on_output(self, output: StageOutput) -> None:
+        self._contained(self._run.stage_output, self, output)
+
+    def on_ended(self, error: OmniError | None) -> None:
+        self.holds = False
+        self._contained(self._run.stage_ended, self, error)
+        self._run.stage_released()
+
+    def on_lost(self) -> None:
+        self.holds = False
+        self._contained(self._run.stage_lost, self)
+        self._run.stage_released()
+
+    def _contained(self, handler: Callable[..., None], *arguments: Any) -> None:
+        try:
+            handler(*arguments)
+        except OmniError as error:
+            self._run.close(error)
+        except Exception:
+            log.exception("request %s: stage %s", self._run.request_id, self.node.name)
+            self._run.close(InternalError("internal error"))
+
+    def source_ended(self, source: str) -> None:
+        """A source has given everything; with the last one this stage's input ends."""
+        self._open_sources.discard(source)
+        if not self._open_sources:
+            self._run.ensure_started(self).feed(end=True)
+
+
+class Run:
+    """One admitted or soon to be admitted request. One reader iterates it with `next`."""
+
+    def __init__(self, plan: Plan, queue_bytes: int, on_close: Callable[[Run], None]) -> None:
+        self.plan = plan
+        self.request_id = plan.request.request_id
+        self.arrived_at = time.perf_counter()
+        self.error: OmniError | None = None
+        self.closed = False
+        self._loop = asyncio.get_running_loop()
+        self._deadline_at = self._loop.time() + plan.timeout_s
+        self._on_close = on_close
+        self._outbox = Outbox(queue_bytes)
+        self._next_seq = 0
+        self._stages = self._build_stages()
+        self._admission: asyncio.Future[None] = self._loop.create_future()
+        self._released = asyncio.Event()
+        self._emitted = False
+        self._finishes: list[StageFinish] = []
+        self._usage = Usage()
+        self._submitted_at = 0.0
+        self._preprocess_ms = 0.0
+        self._queue_wait_ms = 0.0
+        self._first_output_ms: dict[str, float] = {}
+        self._timer = self._loop.call_later(plan.timeout_s, self._expire)
+
+    def _build_stages(self) -> dict[str, StageRun]:
+        needed = {node.name for node in self.plan.needed}
+        stages = {
+            node.name: StageRun(self, node, frozenset(node.config.inputs))
+            for node in self.plan.needed
+        }
+        for stage in stages.values():
+            stage.final = stage.node in self.plan.finals
+            for target in stage.node.consumers:
+                if target in needed:
+                    context = BridgeContext(
+                        self.request_id, self.plan.request.prompt, stage.node.name, target
+                    )
+                    consumer = stages[target]
+                    stage.consumers.append((consumer, consumer.node.bridge(context)))
+        return stages
+
+    # ------------------------------------------------------------ admission
+
+    async def admit(self) -> None:
+        """Submits stage 0 and waits until it has taken the request.
+
+        Raises what refused it. On any error, and when cancelled, the run is closed and nothing is
+        left."""
+        try:
+            entry = self._stages[self.plan.pipeline.entry.name]
+            self._submitted_at = time.perf_counter()
+            self._submit(entry)
+            await self._admission
+        except OmniError as error:
+            self.close(error)
+            raise
+        except BaseException:
+            self.close(InternalError("internal error"))
+            raise
+
+    def _accepted(self) -> Accepted:
+        plan = self.plan
+        return Accepted(
+            self.request_id,
+            plan.pipeline.name,
+            tuple(node.name for node in plan.needed),
+            tuple(plan.pipeline.output_format(node) for node in plan.finals),
+        )
+
+    def _submit(self, stage: StageRun) -> TaskHandle:
+        request, entry = self.plan.request, stage.node is self.plan.pipeline.entry
+        task = Task(
+            id=new_task_id(),
+            request_id=self.request_id,
+            params=self.plan.params[stage.node.name],
+            timeout_s=max(0.0, self._deadline_at - self._loop.time()),
+            prompt=request.prompt if entry else None,
+            streaming=request.resumable if entry else True,
+            options=request.options if entry else RequestOptions(),
+        )
+        stage.handle = stage.node.pool.acquire().submit(task, stage)
+        stage.holds = True
+        stage.started_at = time.perf_counter()
+        return stage.handle
+
+    def ensure_started(self, stage: StageRun) -> TaskHandle:
+        """The stage's task, submitted now if it was not."""
+        try:
+            return stage.handle or self._submit(stage)
+        except StageUnavailable as error:
+            # With outputs gone out, a retry would repeat them: that is a lost replica to the
+            # client.
+            raise (ReplicaLost(error.message) if self._emitted else error) from None
+
+    # ------------------------------------------------------------ what stages say
+
+    def stage_admitted(self, stage: StageRun, prepare_ms: float) -> None:
+        """A stage has taken its task; at stage 0 this is the request's admission."""
+        if self.closed or stage.node is not self.plan.pipeline.entry:
+            return
+        waited = (time.perf_counter() - self._submitted_at) * 1e3
+        self._preprocess_ms = prepare_ms
+        self._queue_wait_ms = max(0.0, waited - prepare_ms)
+        if not self._admission.done():
+            # Here and not in `admit`: outputs may come in this same turn of the loop, and
+            # `accepted` is first.
+            self._put(self._accepted())
+            self._admission.set_result(None)
+
+    def stage_refused(self, stage: StageRun, error: OmniError) -> None:
+        """A stage did not take its task."""
+        self.close(self._placed(stage, error))
+
+    def _placed(self, stage: StageRun, error: OmniError) -> OmniError:
+        """The error with the request's own paths: a stage knows its parameters as "params" only."""
+        path = self.plan.params_paths.get(stage.node.name, f"stage_params({stage.node.name})")
+        if any(v.field.startswith("params.") for v in error.violations):
+            places = [
+                Violation(path + v.field.removeprefix("params"), v.description)
+                if v.field.startswith("params.")
+                else v
+                for v in error.violations
+            ]
+            error.violations = tuple(places)
+            error.message = "; ".join(f"{v.field}: {v.description}" for v in places[:5])
+        return error
+
+    def stage_output(self, stage: StageRun, output: StageOutput) -> None:
+        """A stage gave something: to the client if it is final, and over bridges to its
+        consumers."""
+        if self.closed:
+            return
+        if output.usage is not None:
+            self._usage += output.usage
+        if output.payload is not None:
+            if stage.final:
+                self._emit(stage, output)
+            if output.index == 0:
+                for consumer, bridge in stage.consumers:
+                    for payload in bridge.push(output.payload):
+                        self.ensure_started(consumer).feed(payload)
+        if output.progress is not None:
+            self._put(StageProgress(stage.node.name, output.progress))
+        if output.segment_end and output.finish is not None and stage.final:
+            self._put(SegmentEnd(output.segment, stage.node.name, output.finish.reason))
+        elif output.finish is not None:
+            self._finishes.append(StageFinish(stage.node.name, output.index, output.finish))
+
+    def _emit(self, stage: StageRun, output: StageOutput) -> None:
+        assert output.payload is not None and stage.node.config.output is not None
+        modality = stage.node.config.output.value
+        if modality not in self._first_output_ms:
+            self._first_output_ms[modality] = (time.perf_counter() - self.arrived_at) * 1e3
+        self._emitted = True
+        for content in stage.cutter.cut(output.payload):
+            self._put(Output(stage.node.name, output.index, output.segment, content))
+
+    def _put(self, event: Event) -> None:
+        self._outbox.put(event)
+        if self._outbox.congested:
+            for stage in self._stages.values():
+                if stage.handle is not None:
+                    stage.handle.held = True
+
+    def stage_ended(self, stage: StageRun, error: OmniError | None) -> None:
+        """A stage's task ended. The request ends with an error, or when all its final stages have
+        ended."""
+        if self.closed:
+            return
+        if error is not None:
+            self.close(self._placed(stage, error))
+            return
+        stage.ended, stage.ended_at = True, time.perf_counter()
+        for consumer, bridge in stage.consumers:
+            for payload in bridge.finish():
+                self.ensure_started(consumer).feed(payload)
+            consumer.source_ended(stage.node.name)
+        if all(s.ended for s in self._stages.values() if s.final):
+            self._put(self._finished())
+            self.close(None)
+
+    def stage_lost(self, stage: StageRun) -> None:
+        """The replica of a stage is gone."""
+        if self.closed:
+            return
+        where = f"a replica of stage {stage.node.name!r} was lost"
+        if self._emitted:
+            self.close(ReplicaLost(where))
+        else:
+            self.close(StageUnavailable(where, retry_after_s=stage.node.config.restart.backoff))
+
+    def _finished(self) -> Finished:
+        now = time.perf_counter()
+        timings = Timings(
+            preprocess_ms=self._preprocess_ms,
+            transform_ms=0.0,
+            queue_wait_ms=self._queue_wait_ms,
+            stage_ms={
+                name: ((stage.ended_at or now) - stage.started_at) * 1e3
+                for name, stage in self._stages.items()
+                if stage.started_at is not None
+            },
+            first_output_ms=self._first_output_ms,
+            total_ms=(now - self.arrived_at) * 1e3,
+        )
+        finals = [stage.cutter for stage in self._stages.values() if stage.final]
+        delivered = Usage(
+            audio_samples=sum(c.samples for c in finals), frames=sum(c.frames for c in finals)
+        )
+        return Finished(tuple(self._finishes), self._usage + delivered, timings)
+
+    # ------------------------------------------------------------ the reader
+
+    async def next(self) -> Numbered | None:
+        """The next event; None after `finished`. Raises the request's error. Cancelling loses
+        nothing."""
+        event = await self._outbox.get()
+        if event is None:
+            if self.error is not None:
+                raise self.error
+            return None
+        if self._outbox.drained:
+            self._resume()
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        return Numbered(seq, 0, event)
+
+    def _resume(self) -> None:
+        for stage in self._stages.values():
+            if stage.handle is not None and stage.handle.held and stage.holds:
+                stage.handle.release_credit()
+
+    # ------------------------------------------------------------ the end
+
+    def _expire(self) -> None:
+        self.close(DeadlineExceeded("the request's deadline passed"))
+
+    def close(self, error: OmniError | None) -> None:
+        """Ends the request: None is success, with what waits still to be read; an error drops it.
+
+        Synchronous and idempotent; the first call decides. Stages that still hold the request are
+        aborted."""
+        if self.closed:
+            return
+        self.closed, self.error = True, error
+        self._timer.cancel()
+        if not self._admission.done():
+            # Nobody may be waiting (the caller was cancelled): then there is nobody to tell.
+            self._admission.set_exception(error or InternalError("internal error"))
+            self._admission.exception()
+        self._outbox.close(discard=error is not None)
+        for stage in self._stages.values():
+            if stage.holds and stage.handle is not None:
+                stage.handle.abort()
+        self._on_close(self)
+        self.stage_released()
+
+    def stage_released(self) -> None:
+        """Notes that a replica let go; with the last one the run is released."""
+        if self.closed and not any(stage.holds for stage in self._stages.values()):
+            self._released.set()
+
+    async def released(self) -> None:
+        """Returns when the run is closed and no replica holds anything of it."""
+        await self._released.wait()
+
+    def statistics(self) -> dict[str, Any]:
+        """What the run holds, for debugging and tests."""
+        return {
+            "request_id": self.request_id,
+            "closed": self.closed,
+            "queued_events": len(self._outbox),
+            "queued_bytes": self._outbox.bytes,
+            "held_by": [name for name, stage in self._stages.items() if stage.holds],
+        }

@@ -1,0 +1,138 @@
+"""The server process: build → listen → load → warm → serve → drain → stop.
+
+It listens before its models are loaded, with every health name NOT_SERVING, so that probes and
+clients can see it start. It holds no torch and no vllm: models live in the replica processes that
+its pools spawn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import zmq.asyncio
+
+from omni_grpc.config import PipelineConfig, ServerConfig
+from omni_grpc.engine import Engine
+from omni_grpc.errors import ConfigError, StartError
+from omni_grpc.health import SERVICE, Health, add_health, add_reflection
+from omni_grpc.interceptors import Edge
+from omni_grpc.pool import Runtime, StagePool
+from omni_grpc.servicer import OmniServicer
+from omni_grpc.topology import build_pipeline
+from omni_grpc.v1 import service_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+"""What gRPC gets to write the last messages, once no request runs."""
+
+
+class Server:
+    """One server. `start`, then `warm`, then `stop` once, whatever happened before."""
+
+    def __init__(self, settings: ServerConfig, pipelines: Sequence[PipelineConfig]) -> None:
+        if not pipelines:
+            raise ConfigError("there is no pipeline to serve")
+        names = [pipeline.name for pipeline in pipelines]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"two pipelines have the same name among {', '.join(names)}")
+        self.settings = settings
+        self.pod = os.environ.get("POD_NAME") or socket.gethostname()
+        self.port = 0
+        self._configs = pipelines
+        self._folder = Path(tempfile.mkdtemp(prefix="omni-grpc-"))
+        self._context = zmq.asyncio.Context()
+        runtime = Runtime(self._context, self._folder, settings)
+        self._pools: list[StagePool] = []
+        built = {}
+        for config in pipelines:
+            pools = {s.name: StagePool(config.name, s, runtime) for s in config.stages}
+            self._pools += pools.values()
+            built[config.name] = build_pipeline(config, pools)
+        self.engine = Engine(built, names[0], settings)
+        self._grpc = grpc.aio.server(
+            interceptors=(Edge(self.pod),), options=channel_options(settings)
+        )
+        self._health: Health | None = None
+
+    async def start(self) -> None:
+        """Listens; nothing is served yet. Raises StartError if the address is taken."""
+        service_pb2_grpc.add_OmniServiceServicer_to_server(
+            OmniServicer(self.engine, self.pod), self._grpc
+        )
+        add_reflection(self._grpc, (SERVICE,))
+        self._health = Health(add_health(self._grpc))
+        await self._health.begin(pool.config.name for pool in self._pools)
+        address = f"{self.settings.host}:{self.settings.port}"
+        try:
+            self.port = self._grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StartError(f"cannot listen on {address}: {error}") from None
+        await self._grpc.start()
+
+    async def warm(self) -> None:
+        """Starts all replicas and, when all are ready, serves. Raises StartError with the real
+        cause."""
+        assert self._health is not None
+        self._health.watch(self._pools)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for pool in self._pools:
+                    group.create_task(self._start_pool(pool))
+        except* StartError as failures:
+            raise _first(failures) from None
+        self._health.warm()
+
+    async def _start_pool(self, pool: StagePool) -> None:
+        config = pool.config
+        log.info(
+            "loading stage %s (engine %s, %d replica(s))",
+            config.name,
+            config.engine,
+            config.replicas,
+        )
+        started = asyncio.get_running_loop().time()
+        await pool.start()
+        elapsed = asyncio.get_running_loop().time() - started
+        log.info("stage %s is ready after %.1f s", config.name, elapsed)
+
+    async def stop(self, drain_timeout: float | None = None) -> None:
+        """Refuses new requests, lets the running ones finish, ends the rest, stops every replica
+        once."""
+        if self._health is not None:
+            self._health.drain()
+        limit = self.settings.drain_timeout if drain_timeout is None else drain_timeout
+        await self.engine.drain(limit)
+        await self._grpc.stop(STOP_GRACE_S)
+        await asyncio.gather(*(pool.close() for pool in self._pools))
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _first(group: BaseExceptionGroup[StartError]) -> StartError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, StartError)
+    return error
+
+
+def channel_options(settings: ServerConfig) -> list[tuple[str, int]]:
+    """Options of the listener. Each has a test of its behaviour: the core ignores names that it
+    doesn't know."""
+    return [
+        # Two servers on one port would split the traffic silently.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", settings.max_receive_bytes),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]

@@ -1,0 +1,93 @@
+"""OmniService: decode, submit, encode. No logic."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from omni_grpc.engine import Engine
+from omni_grpc.errors import AbortedByClient, NotImplementedYet, SlowConsumer
+from omni_grpc.interceptors import Context, mirrored, set_request_id
+from omni_grpc.run import Run
+from omni_grpc.v1 import service_pb2, service_pb2_grpc
+from omni_grpc.wire.events import encode_event
+from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
+from omni_grpc.wire.requests import decode_abort, decode_request
+
+TRACE_KEYS = ("traceparent", "tracestate")
+
+
+class OmniServicer(service_pb2_grpc.OmniServiceServicer):
+    """The service over one engine. `pod` names this server to clients and gateways."""
+
+    def __init__(self, engine: Engine, pod: str) -> None:
+        self._engine = engine
+        self._pod = pod
+
+    async def AddRequest(self, request: service_pb2.AddRequestRequest, context: Context) -> None:
+        """Submits and streams. Leaving early in whatever way aborts the request."""
+        set_request_id(request.request_id)
+        decoded = decode_request(request, _trace(context), context.time_remaining())
+        run = await self._engine.submit(decoded)
+        set_request_id(run.request_id)
+        try:
+            await context.send_initial_metadata(
+                (("omni-request-id", mirrored(run.request_id)), ("omni-pod", self._pod))
+            )
+            await self._stream(run, context)
+        finally:
+            # Synchronous on purpose: when the client left, an await here may never come back.
+            run.close(AbortedByClient("the client left"))
+
+    async def _stream(self, run: Run, context: Context) -> None:
+        limit = self._engine.settings.write_timeout
+        while (numbered := await run.next()) is not None:
+            message = encode_event(numbered.seq, numbered.epoch, numbered.event)
+            try:
+                async with asyncio.timeout(limit):
+                    await context.write(message)
+            except TimeoutError:
+                raise SlowConsumer(f"an output waited {limit:g} s to be read") from None
+
+    async def StreamingUpdate(
+        self, request: AsyncIterator[service_pb2.StreamingUpdateRequest], context: Context
+    ) -> service_pb2.StreamingUpdateResponse:
+        """Not served yet."""
+        raise NotImplementedYet("StreamingUpdate is not served yet")
+
+    async def SubmitInteraction(
+        self, request: AsyncIterator[service_pb2.SubmitInteractionRequest], context: Context
+    ) -> None:
+        """Not served yet."""
+        raise NotImplementedYet("SubmitInteraction is not served yet")
+
+    async def Abort(
+        self, request: service_pb2.AbortRequest, context: Context
+    ) -> service_pb2.AbortResponse:
+        """Aborts; answers when the stages are free."""
+        request_ids = decode_abort(request)
+        return encode_outcomes(request_ids, await self._engine.abort(request_ids))
+
+    async def GetServerInfo(
+        self, request: service_pb2.GetServerInfoRequest, context: Context
+    ) -> service_pb2.GetServerInfoResponse:
+        """What is served."""
+        return encode_server_info(self._engine, self._pod)
+
+    async def GetLoad(
+        self, request: service_pb2.GetLoadRequest, context: Context
+    ) -> service_pb2.GetLoadResponse:
+        """The present load."""
+        return service_pb2.GetLoadResponse(stages=encode_load(self._engine.load()))
+
+    async def WatchLoad(self, request: service_pb2.WatchLoadRequest, context: Context) -> None:
+        """Not served yet."""
+        raise NotImplementedYet("WatchLoad is not served yet")
+
+
+def _trace(context: Context) -> dict[str, str]:
+    return {
+        key: value
+        for key, value in (context.invocation_metadata() or ())
+        if key in TRACE_KEYS and isinstance(value, str)
+    }

@@ -1,0 +1,199 @@
+"""A stage without a model: scripted timing, outputs and faults. A real stage in every other way.
+
+What it makes follows the stage's `modality` (engine argument): text echoes the prompt word by word,
+audio gives one tone per word that it hears, image one picture of everything. A script
+(`FakeScript`) overrides how many outputs come, when, how large they are, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import os
+import signal
+import struct
+from collections.abc import AsyncIterator, Iterator
+
+from omni_grpc.errors import InvalidField, StageError
+from omni_grpc.ipc import StageSpec, Task
+from omni_grpc.params import FakeScript, parse_fake_script
+from omni_grpc.stages.base import Inputs, Stage
+from omni_grpc.types import (
+    Audio,
+    AudioFormat,
+    CustomParams,
+    Finish,
+    FinishReason,
+    Image,
+    ImageFormat,
+    Messages,
+    Modality,
+    Payload,
+    Prompt,
+    StageFacts,
+    StageOutput,
+    Tensor,
+    Text,
+    TextDelta,
+    TokenIds,
+    Usage,
+)
+
+AUDIO_FORMAT = AudioFormat(sample_rate_hz=24000)
+TONE_SAMPLES = 2400
+PICTURE_SIZE = 32
+
+
+class FakeStage(Stage[FakeScript]):
+    """The stage of engine `fake`."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        super().__init__(spec)
+        self._modality = Modality(spec.engine_args.get("modality", "text"))
+        self._load_s = float(spec.engine_args.get("load_s", 0.0))
+
+    async def load(self) -> StageFacts:
+        await asyncio.sleep(self._load_s)
+        match self._modality:
+            case Modality.AUDIO:
+                return StageFacts(output_format=AUDIO_FORMAT)
+            case Modality.IMAGE:
+                return StageFacts(
+                    output_format=ImageFormat("image/png", PICTURE_SIZE, PICTURE_SIZE)
+                )
+        return StageFacts()
+
+    async def prepare(self, task: Task) -> FakeScript:
+        values = task.params.values if isinstance(task.params, CustomParams) else {}
+        script = parse_fake_script(values)
+        if script.prepare_ms:
+            await asyncio.sleep(script.prepare_ms / 1e3)
+        if script.prepare_fail:
+            raise InvalidField("params.prepare_fail", "the script refuses the request")
+        if task.prompt is not None and not task.streaming and not prompt_words(task.prompt):
+            raise InvalidField("prompt", "holds no word")
+        return script
+
+    async def run(
+        self, task: Task, prepared: FakeScript, inputs: Inputs
+    ) -> AsyncIterator[StageOutput]:
+        script, count = prepared, 0
+        await asyncio.sleep(script.first_ms / 1e3)
+        async for payload in self._payloads(task, script, inputs):
+            if count and script.interval_ms:
+                await asyncio.sleep(script.interval_ms / 1e3)
+            await self._break(script, count)
+            count += 1
+            yield StageOutput(payload)
+        await self._break(script, count)
+        words = len(prompt_words(task.prompt)) if task.prompt else 0
+        tokens = count if self._modality is Modality.TEXT else 0
+        yield StageOutput(
+            finish=Finish(
+                FinishReason.STOP if self._modality is Modality.TEXT else FinishReason.COMPLETE
+            ),
+            usage=Usage(prompt_tokens=words, completion_tokens=tokens),
+        )
+
+    async def _payloads(
+        self, task: Task, script: FakeScript, inputs: Inputs
+    ) -> AsyncIterator[Payload]:
+        if script.outputs is not None:
+            for number in range(script.outputs):
+                yield self._make(f"word{number} ", script)
+            return
+        heard: list[str] = []
+        async for word in self._words(task, inputs):
+            heard.append(word)
+            if self._modality is not Modality.IMAGE:
+                yield self._make(word, script)
+        if self._modality is Modality.IMAGE:
+            yield self._make("".join(heard), script)
+
+    async def _words(self, task: Task, inputs: Inputs) -> AsyncIterator[str]:
+        if task.prompt is not None:
+            for word in prompt_words(task.prompt):
+                yield word
+        async for feed in inputs:
+            if feed.prompt is not None:
+                for word in prompt_words(feed.prompt):
+                    yield word
+            if isinstance(feed.payload, TextDelta):
+                for word in split_words(feed.payload.text):
+                    yield word
+
+    def _make(self, word: str, script: FakeScript) -> Payload:
+        match self._modality:
+            case Modality.AUDIO:
+                return Audio(tone(word, script.bytes), AUDIO_FORMAT)
+            case Modality.IMAGE:
+                return picture(word, script.bytes)
+        text = (
+            word
+            if script.bytes is None
+            else (word * (script.bytes // len(word) + 1))[: script.bytes]
+        )
+        return TextDelta(text, [sum(text.encode()[:64]) % 1000])
+
+    async def _break(self, script: FakeScript, count: int) -> None:
+        if count == script.fail_at:
+            raise StageError(f"stage {self.spec.stage!r} failed")
+        if count == script.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count == script.hang_at:
+            await asyncio.Event().wait()
+
+
+def split_words(text: str) -> Iterator[str]:
+    """Words with the space behind them, so that they join to the text again."""
+    start = 0
+    for place, character in enumerate(text):
+        if character.isspace() and not text[place + 1 : place + 2].isspace():
+            yield text[start : place + 1]
+            start = place + 1
+    if start < len(text):
+        yield text[start:]
+
+
+def prompt_words(prompt: Prompt) -> list[str]:
+    """What a fake text stage echoes: the text's words, the ids as numbers, the last message's
+    words."""
+    match prompt.content:
+        case Text(text):
+            return list(split_words(text))
+        case TokenIds(ids):
+            return [f"{token} " for token in ids]
+        case Messages(messages):
+            parts = (part.text for part in messages[-1].parts if isinstance(part, Text))
+            return list(split_words(" ".join(parts)))
+        case Tensor(shape=shape):
+            return [f"{length} " for length in shape]
+    return [f"{media.modality.value} " for media in prompt.media]
+
+
+def tone(word: str, size: int | None) -> bytes:
+    """A sine of 0.1 s (or of `size` bytes, rounded up to a sample), its pitch from the word's
+    letters."""
+    samples = TONE_SAMPLES if size is None else -(-size // 2)
+    hertz = 200 + sum(word.encode()) % 400
+    period = [
+        int(8000 * math.sin(2 * math.pi * hertz * n / AUDIO_FORMAT.sample_rate_hz))
+        for n in range(min(samples, TONE_SAMPLES))
+    ]
+    data = struct.pack(f"<{len(period)}h", *period)
+    return (data * (samples // max(1, len(period)) + 1))[: samples * 2]
+
+
+def picture(text: str, size: int | None) -> Image:
+    """A one-coloured PNG, its colour from the text; or `size` bytes that are no picture, to test
+    transport."""
+    if size is not None:
+        data = (text.encode() or b"x") * (size // max(1, len(text.encode())) + 1)
+        return Image(data[:size], "application/octet-stream", PICTURE_SIZE, PICTURE_SIZE)
+    from PIL import Image as Pillow
+
+    seed = sum(text.encode())
+    file = io.BytesIO()
+    colour = (seed % 256, seed * 7 % 256, seed * 13 % 256)
+    Pillow.new("RGB", (PICTURE_SIZE, PICTURE_SIZE), colour).save(file, "PNG")
+    return Image(file.getvalue(), "image/png", PICTURE_SIZE, PICTURE_SIZE)

@@ -1,0 +1,243 @@
+"""The main program of a replica process: hosts one stage, runs its tasks, speaks `ipc` with the
+server.
+
+    python -m omni_grpc.stages.host SERVER_PID ADDRESS
+
+One asyncio task per request; outputs of one turn of the loop leave in one message. Everything that
+goes wrong with one task ends that task only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+import traceback
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvloop
+import zmq.asyncio
+
+from omni_grpc.errors import DeadlineExceeded, InternalError, OmniError, StageError
+from omni_grpc.ipc import (
+    WINDOW_BYTES,
+    Abort,
+    Admitted,
+    Channel,
+    Control,
+    ControlDone,
+    Credit,
+    Emitted,
+    Ended,
+    Feed,
+    FromReplica,
+    Heartbeat,
+    Hello,
+    Ready,
+    Refused,
+    Start,
+    StartFailed,
+    Stop,
+    Submit,
+    Task,
+    ToReplica,
+    output_size,
+)
+from omni_grpc.stages import guard, registry
+from omni_grpc.stages.base import Inputs, Stage
+
+log = logging.getLogger("omni_grpc.replica")
+
+HEARTBEAT_S = 1.0
+
+
+class Window:
+    """Bytes of a task's output under way; `take` waits while there are WINDOW_BYTES of them or
+    more."""
+
+    def __init__(self) -> None:
+        self._outstanding = 0
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def take(self, size: int) -> None:
+        """Counts `size` bytes, after waiting for room. One output may be larger than the window."""
+        if not self._open.is_set():
+            await self._open.wait()
+        self._outstanding += size
+        if self._outstanding >= WINDOW_BYTES:
+            self._open.clear()
+
+    def give(self, size: int) -> None:
+        """The consumer took `size` bytes."""
+        self._outstanding -= size
+        if self._outstanding < WINDOW_BYTES:
+            self._open.set()
+
+
+@dataclass(slots=True)
+class Job:
+    """A task in this process."""
+
+    task: Task
+    inputs: Inputs = field(default_factory=Inputs)
+    window: Window = field(default_factory=Window)
+    runner: asyncio.Task[None] | None = None
+
+
+class Host:
+    """Runs the tasks of one loaded stage."""
+
+    def __init__(self, stage: Stage[Any], channel: Channel[FromReplica, ToReplica]) -> None:
+        self._stage = stage
+        self._channel = channel
+        self._jobs: dict[int, Job] = {}
+        self._controls: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Handles messages until Stop, then ends all tasks."""
+        heart = asyncio.create_task(self._beat())
+        try:
+            while True:
+                for message in await self._channel.receive():
+                    if isinstance(message, Stop):
+                        return
+                    self._handle(message)
+        finally:
+            heart.cancel()
+            await self._end_all()
+
+    def _handle(self, message: ToReplica) -> None:
+        match message:
+            case Submit(task):
+                job = self._jobs[task.id] = Job(task)
+                if not task.streaming:
+                    job.inputs.put(Feed(task.id, end=True))
+                job.runner = asyncio.create_task(self._run(job))
+            case Feed():
+                if target := self._jobs.get(message.task):
+                    target.inputs.put(message)
+            case Credit():
+                if target := self._jobs.get(message.task):
+                    target.window.give(message.bytes)
+            case Abort():
+                if (target := self._jobs.get(message.task)) and target.runner:
+                    target.runner.cancel()
+            case Control():
+                call = asyncio.create_task(self._control(message))
+                self._controls.add(call)
+                call.add_done_callback(self._controls.discard)
+            case _:
+                log.error("unexpected message %s", type(message).__name__)
+
+    async def _run(self, job: Job) -> None:
+        """One task from prepare to its last word: Refused, or Admitted … Ended."""
+        task, admitted = job.task, False
+        error: OmniError | None = None
+        try:
+            async with asyncio.timeout(task.timeout_s) as deadline:
+                started = time.perf_counter()
+                prepared = await self._stage.prepare(task)
+                admitted = True
+                elapsed = (time.perf_counter() - started) * 1e3
+                self._channel.send(Admitted(task.id, elapsed))
+                await self._pump(job, prepared)
+        except OmniError as reason:
+            error = reason
+        except TimeoutError:
+            error = (
+                DeadlineExceeded("the deadline passed in a stage")
+                if deadline.expired()
+                else self._failed("timed out inside the engine")
+            )
+        except asyncio.CancelledError:
+            # Only Abort cancels a runner. The server knows; Ended tells it that all is freed.
+            error = None if admitted else InternalError("aborted")
+        except Exception:
+            error = self._failed("raised")
+        finally:
+            del self._jobs[task.id]
+            record = error.record() if error is not None else None
+            if admitted or record is None:
+                self._channel.send(Ended(task.id, record))
+            else:
+                self._channel.send(Refused(task.id, record))
+
+    async def _pump(self, job: Job, prepared: Any) -> None:
+        task_id = job.task.id
+        async with aclosing(self._stage.run(job.task, prepared, job.inputs)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                await job.window.take(output_size(output))
+                self._channel.send(Emitted(task_id, output))
+
+    def _failed(self, what: str) -> StageError:
+        log.exception("stage %s %s", self._stage.spec.stage, what)
+        return StageError(f"stage {self._stage.spec.stage!r} failed")
+
+    async def _control(self, message: Control) -> None:
+        error: OmniError | None = None
+        try:
+            await self._stage.control(message.command, message.arguments)
+        except OmniError as reason:
+            error = reason
+        except Exception:
+            error = self._failed(f"failed at {message.command!r}")
+        self._channel.send(ControlDone(message.call, error.record() if error else None))
+
+    async def _beat(self) -> None:
+        while True:
+            self._channel.send(Heartbeat(len(self._jobs), self._stage.statistics()))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _end_all(self) -> None:
+        runners = [job.runner for job in self._jobs.values() if job.runner]
+        for runner in runners:
+            runner.cancel()
+        await asyncio.gather(*runners, *self._controls, return_exceptions=True)
+
+
+async def run_replica(address: str) -> int:
+    """Connects, builds the stage that the server names, serves it. Returns the process's exit
+    status."""
+    context = zmq.asyncio.Context()
+    channel: Channel[FromReplica, ToReplica] = Channel.connect(context, address, ToReplica)
+    channel.send(Hello(os.getpid()))
+    stage: Stage[Any] | None = None
+    try:
+        start = (await channel.receive())[0]
+        if not isinstance(start, Start):
+            raise RuntimeError(f"expected Start, got {type(start).__name__}")
+        try:
+            stage = registry.build(start.spec)
+            facts = await stage.load()
+        except Exception:
+            channel.send(StartFailed(traceback.format_exc(limit=-8)))
+            return 1
+        channel.send(Ready(facts))
+        await Host(stage, channel).serve()
+        return 0
+    finally:
+        if stage is not None:
+            await stage.close()
+        channel.close(linger_ms=1000)
+        context.term()
+
+
+def main() -> None:
+    """Entry point of the process."""
+    server_pid, address = int(sys.argv[1]), sys.argv[2]
+    guard.guard_process_group(server_pid)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(run_replica(address))
+    # Engines leave threads behind that would keep the interpreter from ending.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""From an engine's name to its class."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from omni_grpc.ipc import StageSpec
+from omni_grpc.stages.base import Stage
+
+_ENGINES = {
+    "fake": "omni_grpc.stages.fake:FakeStage",
+    "vllm": "omni_grpc.stages.vllm:VllmStage",
+    "hibari-talker": "omni_grpc.stages.codec:TalkerStage",
+    "hibari-decoder": "omni_grpc.stages.codec:DecoderStage",
+}
+
+
+def build(spec: StageSpec) -> Stage[Any]:
+    """The stage that `spec` asks for, not yet loaded. Engine `python`: `model` is the class's
+    import path."""
+    path = spec.model if spec.engine == "python" else _ENGINES[_engine_key(spec)]
+    module, _, name = path.partition(":")
+    stage = getattr(import_module(module), name)(spec)
+    if not isinstance(stage, Stage):
+        raise TypeError(f"{path} is not a Stage")
+    return stage
+
+
+def _engine_key(spec: StageSpec) -> str:
+    # One engine name, `codec`, stands for several parts of speech models: the `part` says which.
+    return f"hibari-{spec.engine_args['part']}" if spec.engine == "codec" else spec.engine

@@ -1,0 +1,121 @@
+"""A pipeline ready to serve: its configuration resolved into pools, bridges and parameters, and the
+question of which stages a request needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from omni_grpc.config import PipelineConfig, StageConfig
+from omni_grpc.errors import ConfigError, InvalidField
+from omni_grpc.params import FIELD_BY_KIND, KIND_BY_ENGINE, parse_params
+from omni_grpc.pipelines.bridges import BridgeFactory, load_bridge
+from omni_grpc.pool import StagePool
+from omni_grpc.types import Modality, OutputFormat, Params
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageNode:
+    """One stage of a pipeline."""
+
+    config: StageConfig
+    pool: StagePool
+    bridge: BridgeFactory
+    kind: type[Params]
+    defaults: Params
+    constraints: Params | None
+    consumers: tuple[str, ...]
+    """Names of the stages that take its outputs."""
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        return self.config.name
+
+    @property
+    def params_field(self) -> str:
+        """Name of its kind of parameters in the contract."""
+        return FIELD_BY_KIND[self.kind]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """A pipeline; `stages` in the order in which data flows."""
+
+    config: PipelineConfig
+    stages: Mapping[str, StageNode]
+
+    @property
+    def name(self) -> str:
+        """The pipeline's name."""
+        return self.config.name
+
+    @property
+    def entry(self) -> StageNode:
+        """Stage 0."""
+        return next(iter(self.stages.values()))
+
+    def finals(self, modalities: Iterable[Modality], path: str) -> tuple[StageNode, ...]:
+        """The stages that give the wanted outputs; all of them where none is named.
+
+        Raises InvalidField below `path` for a modality that the pipeline does not give, or that is
+        repeated."""
+        offered = {node.config.output: node for node in self.stages.values() if node.config.output}
+        wanted: dict[Modality, StageNode] = {}
+        for place, modality in enumerate(modalities):
+            if modality not in offered:
+                names = ", ".join(m.value for m in offered)
+                raise InvalidField(f"{path}[{place}]", f"pipeline {self.name!r} gives {names} only")
+            if modality in wanted:
+                raise InvalidField(f"{path}[{place}]", "is repeated")
+            wanted[modality] = offered[modality]
+        return tuple(wanted.values() or offered.values())
+
+    def needed(self, finals: Iterable[StageNode]) -> tuple[StageNode, ...]:
+        """The stages that must run so that `finals` give their outputs, in order."""
+        names = {node.name for node in finals}
+        for node in reversed(list(self.stages.values())):
+            if node.name in names:
+                names.update(node.config.inputs)
+        return tuple(node for node in self.stages.values() if node.name in names)
+
+    def output_format(self, node: StageNode) -> OutputFormat:
+        """The form of a final output, as far as it is known beforehand."""
+        assert node.config.output is not None
+        return OutputFormat(node.name, node.config.output, node.pool.facts.output_format)
+
+
+def build_pipeline(config: PipelineConfig, pools: Mapping[str, StagePool]) -> Pipeline:
+    """The pipeline of a configuration over the pools of its stages. Raises ConfigError."""
+    stages = {}
+    for place, stage in enumerate(config.stages):
+        stages[stage.name] = StageNode(
+            config=stage,
+            pool=pools[stage.name],
+            bridge=load_bridge(stage.bridge),
+            kind=KIND_BY_ENGINE[stage.engine],
+            defaults=_params(config, place, "defaults", stage.defaults),
+            constraints=_params(config, place, "constraints", stage.constraints)
+            if stage.constraints
+            else None,
+            consumers=tuple(s.name for s in config.stages if stage.name in s.inputs),
+        )
+    return Pipeline(config, stages)
+
+
+def check_pipeline(config: PipelineConfig) -> None:
+    """Checks what pydantic cannot see: bridges and parameters. Raises ConfigError."""
+    for place, stage in enumerate(config.stages):
+        load_bridge(stage.bridge)
+        _params(config, place, "defaults", stage.defaults)
+        _params(config, place, "constraints", stage.constraints)
+
+
+def _params(config: PipelineConfig, place: int, field: str, values: dict[str, object]) -> Params:
+    stage = config.stages[place]
+    try:
+        return parse_params(stage.engine, values)
+    except ValueError as error:
+        raise ConfigError(
+            f"pipeline {config.name!r}: stages[{place}] ({stage.name}): {field}: {error}"
+        ) from None

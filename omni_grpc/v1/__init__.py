@@ -1,0 +1,1 @@
+"""Generated from protos/omni_grpc/v1 by `make protos`."""

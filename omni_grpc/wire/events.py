@@ -1,0 +1,144 @@
+"""Events: from our types to the contract's messages."""
+
+from __future__ import annotations
+
+from omni_grpc import types as t
+from omni_grpc.v1 import common_pb2, output_pb2, service_pb2
+from omni_grpc.wire.values import DATA_TYPE_OUT, ENCODING_OUT, MODALITY_OUT, REASON_OUT
+
+
+def encode_event(seq: int, epoch: int, event: t.Event) -> service_pb2.AddRequestResponse:
+    """An event as it is written."""
+    response = service_pb2.AddRequestResponse(seq=seq, epoch=epoch)
+    match event:
+        case t.Output():
+            _fill_output(response.output, event)
+        case t.Accepted():
+            response.accepted.CopyFrom(_accepted(event))
+        case t.StageProgress():
+            response.progress.stage = event.stage
+            response.progress.step = event.progress.step
+            response.progress.total_steps = event.progress.total_steps
+            if preview := event.progress.preview:
+                response.progress.preview.CopyFrom(
+                    output_pb2.ImageChunk(
+                        data=preview.data,
+                        mime_type=preview.mime_type,
+                        width=preview.width,
+                        height=preview.height,
+                        last=True,
+                    )
+                )
+        case t.SegmentEnd():
+            response.segment_end.segment = event.segment
+            response.segment_end.stage = event.stage
+            response.segment_end.reason = REASON_OUT[event.reason]
+        case t.Finished():
+            response.finished.CopyFrom(_finished(event))
+    return response
+
+
+def _accepted(event: t.Accepted) -> output_pb2.Accepted:
+    return output_pb2.Accepted(
+        request_id=event.request_id,
+        pipeline=event.pipeline,
+        stages=event.stages,
+        outputs=[encode_output_format(output) for output in event.outputs],
+    )
+
+
+def encode_output_format(output: t.OutputFormat) -> output_pb2.OutputFormat:
+    """The form of a final output."""
+    message = output_pb2.OutputFormat(stage=output.stage, modality=MODALITY_OUT[output.modality])
+    match output.format:
+        case t.AudioFormat() as audio:
+            message.audio.CopyFrom(_audio_format(audio))
+        case t.ImageFormat(mime_type, width, height):
+            message.image.CopyFrom(
+                output_pb2.ImageFormat(mime_type=mime_type, width=width, height=height)
+            )
+        case t.VideoFormat(mime_type, width, height, fps):
+            message.video.CopyFrom(
+                output_pb2.VideoFormat(mime_type=mime_type, width=width, height=height, fps=fps)
+            )
+    return message
+
+
+def _audio_format(audio: t.AudioFormat) -> common_pb2.AudioFormat:
+    return common_pb2.AudioFormat(
+        encoding=ENCODING_OUT[audio.encoding],
+        sample_rate_hz=audio.sample_rate_hz,
+        channels=audio.channels,
+    )
+
+
+def _fill_output(message: output_pb2.Output, output: t.Output) -> None:
+    message.stage, message.index, message.segment = output.stage, output.index, output.segment
+    match output.content:
+        case t.TextDelta() as delta:
+            text = message.text
+            text.text = delta.text
+            text.token_ids.extend(delta.token_ids)
+            if delta.logprobs:
+                text.logprobs.extend(_logprobs(entry) for entry in delta.logprobs)
+            if delta.prompt_logprobs:
+                text.prompt_logprobs.extend(_logprobs(entry) for entry in delta.prompt_logprobs)
+            # An empty delta is still a text: the oneof must be set.
+            text.SetInParent()
+        case t.AudioChunk(data, start_sample, form):
+            message.audio.data, message.audio.start_sample = data, start_sample
+            message.audio.format.CopyFrom(_audio_format(form))
+        case t.ImageChunk() as image:
+            message.image.CopyFrom(
+                output_pb2.ImageChunk(**{f: getattr(image, f) for f in image.__struct_fields__})
+            )
+        case t.VideoChunk() as video:
+            message.video.CopyFrom(
+                output_pb2.VideoChunk(**{f: getattr(video, f) for f in video.__struct_fields__})
+            )
+        case t.TensorChunk() as tensor:
+            message.tensor.CopyFrom(
+                output_pb2.TensorChunk(
+                    name=tensor.name,
+                    data=tensor.data,
+                    dtype=DATA_TYPE_OUT[tensor.dtype],
+                    shape=tensor.shape,
+                    offset=tensor.offset,
+                    last=tensor.last,
+                )
+            )
+
+
+def _logprobs(entry: t.TokenLogprobs) -> output_pb2.TokenLogprobs:
+    return output_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        candidates=[
+            output_pb2.CandidateLogprob(
+                token_id=c.token_id, logprob=c.logprob, rank=c.rank, text=c.text
+            )
+            for c in entry.candidates
+        ],
+    )
+
+
+def _finished(event: t.Finished) -> output_pb2.Finished:
+    usage, timings = event.usage, event.timings
+    return output_pb2.Finished(
+        finish_reasons=[_stage_finish(entry) for entry in event.finish_reasons],
+        usage=output_pb2.Usage(**{f: getattr(usage, f) for f in usage.__struct_fields__}),
+        timings=output_pb2.Timings(**{f: getattr(timings, f) for f in timings.__struct_fields__}),
+    )
+
+
+def _stage_finish(entry: t.StageFinish) -> output_pb2.StageFinish:
+    message = output_pb2.StageFinish(
+        stage=entry.stage, index=entry.index, reason=REASON_OUT[entry.finish.reason]
+    )
+    match entry.finish.stopped_by:
+        case str() as text:
+            message.stop_text = text
+        case int() as token:
+            message.stop_token_id = token
+    return message
