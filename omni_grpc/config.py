@@ -45,7 +45,8 @@ class StageConfig(Frozen):
     """Path or name of the model; `embedded:NAME` is one that a package delivers; for engine
     `python` the stage class's import path, `package.module:Class`."""
     devices: tuple[str, ...] = ("cpu",)
-    """One per replica, or one for all: "cpu", "cuda:0", "cuda:0,1" (tensor parallel over two)."""
+    """One per replica, or one for all: "cpu", "cuda:0", "cuda:0,1" (tensor parallel over two), or
+    "auto": the first GPU where there is one, else the CPU."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads for computing on the CPU (OMP_NUM_THREADS); None: the libraries' own default."""
@@ -85,8 +86,11 @@ class StageConfig(Frozen):
         return self
 
     def device(self, replica: int) -> str:
-        """The device of a replica."""
-        return self.devices[replica if len(self.devices) > 1 else 0]
+        """The device of a replica, "auto" resolved."""
+        device = self.devices[replica if len(self.devices) > 1 else 0]
+        if device != "auto":
+            return device
+        return "cuda:0" if Path("/dev/nvidia0").exists() else "cpu"
 
 
 class PipelineConfig(Frozen):

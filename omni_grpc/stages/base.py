@@ -99,3 +99,7 @@ class Stage(ABC, Generic[Prepared]):
 
     async def close(self) -> None:
         """Frees everything. Called once; no task is left then."""
+
+
+class ReplicaDead(Exception):  # noqa: N818 - named after its cause, as all errors are
+    """The engine cannot go on: the process ends, the server restarts it and answers its tasks."""

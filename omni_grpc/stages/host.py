@@ -47,7 +47,7 @@ from omni_grpc.ipc import (
     output_size,
 )
 from omni_grpc.stages import guard, registry
-from omni_grpc.stages.base import Inputs, Stage
+from omni_grpc.stages.base import Inputs, ReplicaDead, Stage
 
 log = logging.getLogger("omni_grpc.replica")
 
@@ -156,6 +156,10 @@ class Host:
         except asyncio.CancelledError:
             # Only Abort cancels a runner. The server knows; Ended tells it that all is freed.
             error = None if admitted else InternalError("aborted")
+        except ReplicaDead:
+            log.exception("the stage cannot go on")
+            # At once and without a word about its tasks: the server answers them all alike.
+            os._exit(1)
         except Exception:
             error = self._failed("raised")
         finally:

@@ -11,8 +11,8 @@ from omni_grpc.stages.base import Stage
 _ENGINES = {
     "fake": "omni_grpc.stages.fake:FakeStage",
     "vllm": "omni_grpc.stages.vllm:VllmStage",
-    "hibari-talker": "omni_grpc.stages.codec:TalkerStage",
-    "hibari-decoder": "omni_grpc.stages.codec:DecoderStage",
+    "codec-talker": "omni_grpc.stages.codec:TalkerStage",
+    "codec-decoder": "omni_grpc.stages.codec:DecoderStage",
 }
 
 
@@ -29,4 +29,4 @@ def build(spec: StageSpec) -> Stage[Any]:
 
 def _engine_key(spec: StageSpec) -> str:
     # One engine name, `codec`, stands for several parts of speech models: the `part` says which.
-    return f"hibari-{spec.engine_args['part']}" if spec.engine == "codec" else spec.engine
+    return f"codec-{spec.engine_args['part']}" if spec.engine == "codec" else spec.engine

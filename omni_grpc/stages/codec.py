@@ -1,0 +1,195 @@
+"""Speech in two stages: the talker (text → acoustic frames, clause by clause) and the decoder
+(frames → samples).
+
+Both work on whatever has come so far: the first clause is heard while later text is still being
+written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from omni_grpc.errors import InvalidField, NotSupported
+from omni_grpc.ipc import StageSpec, Task
+from omni_grpc.stages.base import Inputs, Stage
+from omni_grpc.stages.voice.acoustic import SAMPLE_RATE, Acoustic, Frames
+from omni_grpc.stages.voice.clauses import ClauseSplitter
+from omni_grpc.stages.voice.vocoder import Vocoder, to_pcm16
+from omni_grpc.types import (
+    Audio,
+    AudioEncoding,
+    AudioFormat,
+    CodecParams,
+    DataType,
+    Finish,
+    FinishReason,
+    Prompt,
+    StageFacts,
+    StageOutput,
+    Tensor,
+    Tensors,
+    Text,
+    TextDelta,
+)
+
+VOICE = "heart"
+BLOCK_FRAMES = 40
+"""Frames that are decoded at a time: requests that run at once take turns this often."""
+
+
+class _Codec(Stage[CodecParams]):
+    """What both stages share: a pool of threads for the model, and one kind of parameters."""
+
+    takes: tuple[str, ...] = ()
+
+    def __init__(self, spec: StageSpec) -> None:
+        super().__init__(spec)
+        self._threads = int(spec.engine_args.get("threads", 1))
+        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix=spec.stage)
+
+    async def prepare(self, task: Task) -> CodecParams:
+        params = task.params if isinstance(task.params, CodecParams) else CodecParams()
+        for name in params.__struct_fields__:
+            if getattr(params, name) is not None and name not in self.takes:
+                raise InvalidField(
+                    f"params.{name}", f"stage {self.spec.stage!r} has no such setting"
+                )
+        return params
+
+    async def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+
+class TalkerStage(_Codec):
+    """Text in, acoustic frames out: one Tensors per utterance, with its `boundary` set."""
+
+    takes = ("voice", "speed")
+
+    async def load(self) -> StageFacts:
+        loop = asyncio.get_running_loop()
+        self._acoustic = await loop.run_in_executor(None, Acoustic, Path(self.spec.model))
+        await loop.run_in_executor(self._executor, self._acoustic.speak, "Warm up.")
+        return StageFacts(versions={"hibari-tts": metadata.version("hibari-tts")})
+
+    async def prepare(self, task: Task) -> CodecParams:
+        params = await super().prepare(task)
+        if params.voice not in (None, VOICE):
+            raise InvalidField("params.voice", f"the only voice is {VOICE!r}")
+        if task.prompt is not None:
+            _prompt_text(task.prompt)
+        return params
+
+    async def run(
+        self, task: Task, prepared: CodecParams, inputs: Inputs
+    ) -> AsyncIterator[StageOutput]:
+        splitter = ClauseSplitter()
+        clauses = splitter.push(_prompt_text(task.prompt)) if task.prompt is not None else []
+        async for output in self._speak(clauses, prepared):
+            yield output
+        async for feed in inputs:
+            if isinstance(feed.payload, TextDelta):
+                async for output in self._speak(splitter.push(feed.payload.text), prepared):
+                    yield output
+        async for output in self._speak(splitter.flush(), prepared):
+            yield output
+        yield StageOutput(finish=Finish(FinishReason.COMPLETE))
+
+    async def _speak(self, clauses: list[str], params: CodecParams) -> AsyncIterator[StageOutput]:
+        loop, speed = asyncio.get_running_loop(), params.speed or 1.0
+        for clause in clauses:
+            utterances = await loop.run_in_executor(
+                self._executor, partial(self._acoustic.speak, clause, speed=speed)
+            )
+            for frames in utterances:
+                yield StageOutput(pack_frames(frames))
+
+
+class DecoderStage(_Codec):
+    """Acoustic frames in, sound out. The same frames and seed give the same samples, however they
+    came."""
+
+    takes = ("seed", "encoding")
+
+    async def load(self) -> StageFacts:
+        loop = asyncio.get_running_loop()
+        self._vocoder = await loop.run_in_executor(None, Vocoder, Path(self.spec.model))
+        return StageFacts(
+            output_format=AudioFormat(SAMPLE_RATE),
+            versions={"onnxruntime": metadata.version("onnxruntime")},
+        )
+
+    async def prepare(self, task: Task) -> CodecParams:
+        params = await super().prepare(task)
+        known = [encoding.value for encoding in AudioEncoding]
+        if params.encoding is not None and params.encoding not in known:
+            raise InvalidField("params.encoding", f"must be one of {', '.join(known)}")
+        if task.prompt is not None:
+            raise NotSupported("the decoder takes a talker's frames, not prompts")
+        return params
+
+    async def run(
+        self, task: Task, prepared: CodecParams, inputs: Inputs
+    ) -> AsyncIterator[StageOutput]:
+        loop = asyncio.get_running_loop()
+        encoding = AudioEncoding(prepared.encoding or AudioEncoding.PCM_S16LE.value)
+        form = AudioFormat(SAMPLE_RATE, encoding=encoding)
+        stream = self._vocoder.stream(prepared.seed or 0)
+        async for feed in inputs:
+            if not isinstance(feed.payload, Tensors):
+                continue
+            for frames in _blocks(unpack_frames(feed.payload)):
+                samples = await loop.run_in_executor(self._executor, stream.push, frames)
+                if samples.size:
+                    yield StageOutput(Audio(_encode(samples, encoding), form))
+            if feed.payload.boundary:
+                samples = await loop.run_in_executor(self._executor, stream.end_utterance)
+                if samples.size:
+                    yield StageOutput(Audio(_encode(samples, encoding), form))
+        yield StageOutput(finish=Finish(FinishReason.COMPLETE))
+
+
+def pack_frames(frames: Frames) -> Tensors:
+    """An utterance's frames: conditioning [130, F] and f0 [F], float32."""
+    arrays = {"conditioning": frames.conditioning, "f0": frames.f0}
+    return Tensors(
+        {
+            name: Tensor(array.astype("<f4").tobytes(), DataType.FLOAT32, array.shape)
+            for name, array in arrays.items()
+        },
+        boundary=True,
+    )
+
+
+def unpack_frames(tensors: Tensors) -> Frames:
+    """The frames that `pack_frames` packed."""
+    arrays = {
+        name: np.frombuffer(tensor.data, "<f4").reshape(tensor.shape)
+        for name, tensor in tensors.arrays.items()
+    }
+    return Frames(arrays["conditioning"], arrays["f0"])
+
+
+def _blocks(frames: Frames) -> list[Frames]:
+    starts = range(0, frames.f0.shape[0], BLOCK_FRAMES)
+    return [
+        Frames(frames.conditioning[:, s : s + BLOCK_FRAMES], frames.f0[s : s + BLOCK_FRAMES])
+        for s in starts
+    ]
+
+
+def _encode(samples: np.ndarray, encoding: AudioEncoding) -> bytes:
+    if encoding is AudioEncoding.PCM_F32LE:
+        return samples.astype("<f4").tobytes()
+    return to_pcm16(samples)
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    if not isinstance(prompt.content, Text):
+        raise NotSupported("the talker speaks text only")
+    return prompt.content.text

@@ -1,0 +1,269 @@
+"""Servers for behaviour tests: in this process on a free port, or as the real command; and what
+tests ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import psutil
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from omni_grpc.config import PipelineConfig, ServerConfig
+from omni_grpc.server import Server
+from omni_grpc.v1 import params_pb2, service_pb2, service_pb2_grpc
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+HOST_MODULE = "omni_grpc.stages.host"
+
+
+# ---------------------------------------------------------------- servers
+
+
+@dataclass(slots=True)
+class Running:
+    """A server in this process, with stubs."""
+
+    server: Server
+    channel: grpc.aio.Channel
+    omni: Any
+    health: Any
+    stopped: bool = field(default=False, init=False)
+
+    async def stop(self, drain_timeout: float | None = None) -> None:
+        """Stops the server; once."""
+        if not self.stopped:
+            self.stopped = True
+            await self.server.stop(drain_timeout)
+
+    async def check(self, name: str) -> str:
+        """The status of a health name; the status code's name where there is no such name."""
+        request = health_pb2.HealthCheckRequest(service=name)
+        try:
+            answer = await self.health.Check(request, timeout=5)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+@asynccontextmanager
+async def serving(
+    *pipelines: PipelineConfig, warm: bool = True, **settings: Any
+) -> AsyncIterator[Running]:
+    """A server of these pipelines on a free port, warm unless told otherwise."""
+    server = Server(ServerConfig(port=0, **settings), pipelines)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        running = Running(
+            server,
+            channel,
+            service_pb2_grpc.OmniServiceStub(channel),
+            health_pb2_grpc.HealthStub(channel),
+        )
+        try:
+            if warm:
+                await server.warm()
+            yield running
+        finally:
+            await running.stop(drain_timeout=0)
+
+
+class ServerProcess:
+    """`omni-grpc serve` on a free port. Its log is kept, and nothing of it outlives the `with`."""
+
+    def __init__(
+        self, *arguments: str, port: int = 0, environment: Mapping[str, str] | None = None
+    ) -> None:
+        # Not below pytest's folder: paths of sockets are short.
+        self._home = tempfile.TemporaryDirectory(prefix="ot-")
+        self.folder = Path(self._home.name)
+        """The process's TMPDIR."""
+        self._log = self.folder / "server.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [BIN / "omni-grpc", "serve", "--port", str(port), *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "TMPDIR": str(self.folder), **(environment or {})},
+                cwd=ROOT,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        """All that it printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def temporary(self) -> list[Path]:
+        """What it left in its TMPDIR."""
+        return [path for path in self.folder.iterdir() if path != self._log]
+
+    def family(self) -> list[psutil.Process]:
+        """Replica processes and their watchers that it started and that still run."""
+        return family(self.pid)
+
+    def await_log(self, pattern: str, seconds: float = 15) -> re.Match[str]:
+        """Waits until the log holds the pattern."""
+        deadline = time.monotonic() + seconds
+        while (found := re.search(pattern, self.log)) is None:
+            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.log}"
+            assert time.monotonic() < deadline, f"no {pattern!r} in: {self.log}"
+            time.sleep(0.02)
+        return found
+
+    def await_port(self) -> int:
+        """Waits until it listens; it may still load."""
+        return int(self.await_log(r"listening on \S+:(\d+)")[1])
+
+    def await_serving(self) -> int:
+        """Waits until it serves; gives the port."""
+        return int(self.await_log(r"Serving .* on \S+:(\d+)\.")[1])
+
+    def end(self, number: int = signal.SIGTERM, seconds: float = 10) -> int:
+        """Sends a signal and waits for the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(5)
+        for left in self.family():
+            left.kill()
+        self._home.cleanup()
+
+
+def family(server_pid: int) -> list[psutil.Process]:
+    """Replica processes and watchers that a server started, whoever their parent is now."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if {HOST_MODULE, str(server_pid)} <= set(process.info["cmdline"] or ())
+    ]
+
+
+def replicas(pipeline: str, stage: str, server_pid: int | None = None) -> list[psutil.Process]:
+    """The replica processes of a stage that run now, without watchers, lowest number first."""
+    server_pid = server_pid or os.getpid()
+    found = [
+        process
+        for process in family(server_pid)
+        if f"/{pipeline}-{stage}-" in process.info["cmdline"][-1]
+        and process.info.get("ppid", process.ppid()) == server_pid
+    ]
+    return sorted(found, key=lambda process: str(process.info["cmdline"][-1]))
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs; a zombie does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str = "") -> None:
+    """Waits until the condition holds; for tests without an event loop."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or condition}"
+        time.sleep(0.01)
+
+
+async def soon(condition: Callable[[], object], seconds: float, what: str = "") -> None:
+    """Waits until the condition holds, while the event loop goes on."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or condition}"
+        await asyncio.sleep(0.01)
+
+
+# ---------------------------------------------------------------- requests
+
+
+def pipeline(name: str, *stages: dict[str, Any], **settings: Any) -> PipelineConfig:
+    """A pipeline; a stage that names no engine is a fake one, of text where it has an output."""
+    filled = [{"engine": "fake", **stage} for stage in stages]
+    return PipelineConfig.model_validate({"name": name, "stages": filled, **settings})
+
+
+def text_pipeline(name: str, **stage: Any) -> PipelineConfig:
+    """One stage, `text`, that gives text."""
+    return pipeline(name, {"name": "text", "output": "text", **stage})
+
+
+def ask(
+    text: str = "hello big world",
+    script: Mapping[str, Mapping[str, Any]] | None = None,
+    request_id: str = "",
+    pipeline: str = "",
+    modalities: Sequence[Any] = (),
+) -> service_pb2.AddRequestRequest:
+    """A request; `script` holds custom parameters by stage."""
+    stages = []
+    for stage, values in (script or {}).items():
+        entry = params_pb2.StageParams(stage=stage)
+        entry.custom.update(values)
+        stages.append(entry)
+    return service_pb2.AddRequestRequest(
+        request_id=request_id,
+        pipeline=pipeline,
+        prompt={"text": text},
+        stage_params=stages,
+        output_modalities=modalities,
+    )
+
+
+def said(responses: Sequence[service_pb2.AddRequestResponse]) -> str:
+    """The text of all text outputs."""
+    return "".join(response.output.text.text for response in responses)
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """ErrorInfo's reason of a failed call; empty where it carries no details."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    for detail in status.details if status else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            return str(info.reason)
+    return ""
+
+
+def violations_of(error: grpc.RpcError) -> dict[str, str]:
+    """BadRequest's descriptions by field of a failed call."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    found = {}
+    for detail in status.details if status else ():
+        request = error_details_pb2.BadRequest()
+        if detail.Unpack(request):
+            found |= {v.field: v.description for v in request.field_violations}
+    return found
