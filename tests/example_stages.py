@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -150,9 +149,11 @@ class Parent(Plain):
 
     async def load(self) -> StageFacts:
         # The shell stays as the parent of the first sleep: a child and a grandchild.
-        shell = subprocess.Popen(["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE)
+        shell = await asyncio.create_subprocess_exec(
+            "sh", "-c", "sleep 1000 & echo $!; wait", stdout=asyncio.subprocess.PIPE
+        )
         assert shell.stdout is not None
-        self._pids = [shell.pid, int(shell.stdout.readline())]
+        self._pids = [shell.pid, int(await shell.stdout.readline())]
         return StageFacts()
 
     def text(self, task: Task) -> str:
@@ -171,7 +172,7 @@ class BlockedLoad(Plain):
 
     async def load(self) -> StageFacts:
         print("loading for long")
-        time.sleep(1000)
+        time.sleep(1000)  # noqa: ASYNC251 - that is the point
         return StageFacts()
 
 

@@ -3,7 +3,6 @@ tests ask of them."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -20,15 +19,13 @@ from typing import Any
 
 import grpc
 import psutil
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 
 from omni_grpc.config import PipelineConfig, ServerConfig
 from omni_grpc.server import Server
-from omni_grpc.v1 import params_pb2, service_pb2, service_pb2_grpc
+from omni_grpc.v1 import service_pb2, service_pb2_grpc
+from tests.support import ENVIRONMENT, ROOT
 
-ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 HOST_MODULE = "omni_grpc.stages.host"
 
@@ -88,16 +85,21 @@ class ServerProcess:
     """`omni-grpc serve` on a free port. Its log is kept, and nothing of it outlives the `with`."""
 
     def __init__(
-        self, *arguments: str, port: int = 0, environment: Mapping[str, str] | None = None
+        self,
+        *pipelines: PipelineConfig | str,
+        arguments: Sequence[str] = ("--port", "0"),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         # Not below pytest's folder: paths of sockets are short.
         self._home = tempfile.TemporaryDirectory(prefix="ot-")
-        self.folder = Path(self._home.name)
-        """The process's TMPDIR."""
-        self._log = self.folder / "server.log"
+        self._log = Path(self._home.name) / "server.log"
+        self.folder = Path(self._home.name) / "tmp"
+        """Its TMPDIR."""
+        self.folder.mkdir()
+        named = [option for one in pipelines for option in ("--pipeline", self._reference(one))]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [BIN / "omni-grpc", "serve", "--port", str(port), *arguments],
+                [BIN / "omni-grpc", "serve", *named, *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -115,9 +117,12 @@ class ServerProcess:
         """All that it printed so far."""
         return self._log.read_text(errors="replace")
 
-    def temporary(self) -> list[Path]:
-        """What it left in its TMPDIR."""
-        return [path for path in self.folder.iterdir() if path != self._log]
+    def _reference(self, pipeline: PipelineConfig | str) -> str:
+        if isinstance(pipeline, str):
+            return pipeline
+        file = Path(self._home.name) / f"{pipeline.name}.yaml"
+        file.write_text(pipeline.model_dump_json(exclude_unset=True))  # JSON is YAML
+        return str(file)
 
     def family(self) -> list[psutil.Process]:
         """Replica processes and their watchers that it started and that still run."""
@@ -132,6 +137,10 @@ class ServerProcess:
             time.sleep(0.02)
         return found
 
+    def await_exit(self, seconds: float = 15) -> int:
+        """Waits for the exit status."""
+        return self.process.wait(seconds)
+
     def await_port(self) -> int:
         """Waits until it listens; it may still load."""
         return int(self.await_log(r"listening on \S+:(\d+)")[1])
@@ -143,7 +152,7 @@ class ServerProcess:
     def end(self, number: int = signal.SIGTERM, seconds: float = 10) -> int:
         """Sends a signal and waits for the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(seconds)
+        return self.await_exit(seconds)
 
     def __enter__(self) -> ServerProcess:
         return self
@@ -166,7 +175,7 @@ def family(server_pid: int) -> list[psutil.Process]:
     """Replica processes and watchers that a server started, whoever their parent is now."""
     return [
         process
-        for process in psutil.process_iter(["cmdline"])
+        for process in psutil.process_iter(["cmdline", "ppid"])
         if {HOST_MODULE, str(server_pid)} <= set(process.info["cmdline"] or ())
     ]
 
@@ -177,8 +186,9 @@ def replicas(pipeline: str, stage: str, server_pid: int | None = None) -> list[p
     found = [
         process
         for process in family(server_pid)
+        # A watcher has the same command line, but is a replica's child.
         if f"/{pipeline}-{stage}-" in process.info["cmdline"][-1]
-        and process.info.get("ppid", process.ppid()) == server_pid
+        and process.info["ppid"] == server_pid
     ]
     return sorted(found, key=lambda process: str(process.info["cmdline"][-1]))
 
@@ -199,20 +209,13 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str = "") 
         time.sleep(0.01)
 
 
-async def soon(condition: Callable[[], object], seconds: float, what: str = "") -> None:
-    """Waits until the condition holds, while the event loop goes on."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what or condition}"
-        await asyncio.sleep(0.01)
-
-
 # ---------------------------------------------------------------- requests
 
 
 def pipeline(name: str, *stages: dict[str, Any], **settings: Any) -> PipelineConfig:
     """A pipeline; a stage that names no engine is a fake one, of text where it has an output."""
-    filled = [{"engine": "fake", **stage} for stage in stages]
+    defaults = {"engine": "fake", "environment": ENVIRONMENT}
+    filled = [defaults | stage for stage in stages]
     return PipelineConfig.model_validate({"name": name, "stages": filled, **settings})
 
 
@@ -221,49 +224,9 @@ def text_pipeline(name: str, **stage: Any) -> PipelineConfig:
     return pipeline(name, {"name": "text", "output": "text", **stage})
 
 
-def ask(
-    text: str = "hello big world",
-    script: Mapping[str, Mapping[str, Any]] | None = None,
-    request_id: str = "",
-    pipeline: str = "",
-    modalities: Sequence[Any] = (),
-) -> service_pb2.AddRequestRequest:
-    """A request; `script` holds custom parameters by stage."""
-    stages = []
-    for stage, values in (script or {}).items():
-        entry = params_pb2.StageParams(stage=stage)
-        entry.custom.update(values)
-        stages.append(entry)
-    return service_pb2.AddRequestRequest(
-        request_id=request_id,
-        pipeline=pipeline,
-        prompt={"text": text},
-        stage_params=stages,
-        output_modalities=modalities,
-    )
-
-
-def said(responses: Sequence[service_pb2.AddRequestResponse]) -> str:
-    """The text of all text outputs."""
-    return "".join(response.output.text.text for response in responses)
-
-
-def reason_of(error: grpc.RpcError) -> str:
-    """ErrorInfo's reason of a failed call; empty where it carries no details."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
-    for detail in status.details if status else ():
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info):
-            return str(info.reason)
-    return ""
-
-
-def violations_of(error: grpc.RpcError) -> dict[str, str]:
-    """BadRequest's descriptions by field of a failed call."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
-    found = {}
-    for detail in status.details if status else ():
-        request = error_details_pb2.BadRequest()
-        if detail.Unpack(request):
-            found |= {v.field: v.description for v in request.field_violations}
-    return found
+async def rest_of(call: Any) -> list[service_pb2.AddRequestResponse]:
+    """All that still comes on a stream of which something was read."""
+    responses = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import AsyncIterator
 from importlib import metadata
 from typing import Any
@@ -107,11 +108,14 @@ class VllmStage(Stage[Submitted]):
         except EngineDeadError as error:
             raise ReplicaDead("the engine is dead") from error
         except (VLLMClientError, ValueError) as error:
-            raise refusal(error, "params") from None
+            raise refusal(error, "params", asked) from None
         return Submitted(collector, length)
 
     async def _submit(self, task: Task, prompt: Any, params: SamplingParams) -> Any:
         options = task.options
+        ranks = self._engine.vllm_config.parallel_config.data_parallel_size
+        if options.data_parallel_rank is not None and options.data_parallel_rank >= ranks:
+            raise InvalidField("data_parallel_rank", f"must be below {ranks}")
         if options.cache_salt is not None:
             prompt["cache_salt"] = options.cache_salt
         return await self._engine.add_request(
@@ -234,6 +238,9 @@ def sampling_params(
         if name not in SamplingParams.__struct_fields__:
             raise InvalidField(f"params.{name}", "is not known to this version of vLLM")
         values[name] = _to_vllm(value)
+    least, most = values.get("min_tokens", 0), values["max_tokens"]
+    if least > most:
+        raise InvalidField("params.min_tokens", f"must be at most max_tokens, here {most}")
     return SamplingParams(output_kind=RequestOutputKind.DELTA, **values)
 
 
@@ -300,17 +307,19 @@ def _joined(message: t.Message) -> str:
     return "".join(part.text for part in message.parts if isinstance(part, t.Text))
 
 
-def refusal(error: Exception, place: str) -> OmniError:
-    """vLLM's refusal as ours: too long a prompt, or a field below `place`."""
+def refusal(error: Exception, place: str, asked: t.SamplingParams | None = None) -> OmniError:
+    """vLLM's refusal as ours: too long a prompt, a parameter of `asked`, or else `place` as a
+    whole."""
     parameter = getattr(error, "parameter", None)
     text = str(error.args[0]) if error.args else "vLLM refused it"
     if parameter in _TOO_LONG:
         return PromptTooLong(text)
-    if isinstance(error, OmniError):
-        return error
-    if parameter in t.SamplingParams.__struct_fields__:
-        return InvalidField(f"params.{parameter}", text)
-    return InvalidField(place, text)
+    names = asked.__struct_fields__ if asked is not None else ()
+    if parameter not in names:
+        # Some of vLLM's checks name the parameter in their text only.
+        given = (n for n in names if getattr(asked, n) is not None)
+        parameter = next((n for n in given if re.search(rf"\b{n}\b", text)), None)
+    return InvalidField(f"{place}.{parameter}" if parameter else place, text)
 
 
 def _vllm_version() -> str:

@@ -1,0 +1,216 @@
+"""The client: one channel, one method per rpc."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
+from contextlib import aclosing
+from enum import StrEnum
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import grpc
+
+from omni_grpc.v1 import service_pb2, service_pb2_grpc
+from omni_grpc.v1.service_pb2 import AddRequestRequest
+from omni_grpc_client.answer import Answer, AnswerBuilder
+from omni_grpc_client.errors import decode_error
+from omni_grpc_client.events import Event, decode_event
+from omni_grpc_client.info import ServerInfo, StageLoad, decode_load, decode_server_info
+from omni_grpc_client.media import Modality, decode_enum
+from omni_grpc_client.order import EventOrder
+from omni_grpc_client.request import Params, PromptLike, build_request
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # A model can think for minutes in silence: pings tell a dead peer from a busy one, and keep
+    # what is between from forgetting the connection. The server takes one every 10 s.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+# Message limits stay gRPC's own: no message of the contract is larger than 1 MiB.
+
+T = TypeVar("T")
+
+
+class AbortOutcome(StrEnum):
+    """What aborting a request did."""
+
+    ABORTED = "aborted"
+    ALREADY_FINISHED = "already_finished"
+    NOT_FOUND = "not_found"
+    UNKNOWN = "unknown"
+
+
+class OmniClient:
+    """A client of one server, `async with OmniClient("localhost:50051") as client`.
+
+    One client serves any number of calls at once. Every method raises OmniCallError. `credentials`
+    is for TLS (`grpc.ssl_channel_credentials()`), composed with a token's where there is one; none:
+    plain text. `options` are gRPC's channel options, over CHANNEL_OPTIONS."""
+
+    def __init__(
+        self,
+        target: str = "localhost:50051",
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.target = target
+        self._credentials = credentials
+        self._options = tuple({**dict(CHANNEL_OPTIONS), **(options or {})}.items())
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+
+    async def __aenter__(self) -> Self:
+        # Here and not in the constructor: a channel belongs to the running event loop.
+        if self._credentials is None:
+            self._channel = grpc.aio.insecure_channel(self.target, options=self._options)
+        else:
+            self._channel = grpc.aio.secure_channel(
+                self.target, self._credentials, options=self._options
+            )
+        self._stub = service_pb2_grpc.OmniServiceStub(self._channel)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channel: calls that still run are cancelled, on the server too. Idempotent."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def stream(
+        self,
+        prompt: PromptLike | AddRequestRequest,
+        *,
+        pipeline: str = "",
+        request_id: str = "",
+        stage_params: Mapping[str, Params] | None = None,
+        output_modalities: Iterable[Modality | str] = (),
+        timeout: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Submits a request and yields its events: Accepted first, Finished last.
+
+        An AddRequestRequest is sent as it is, the parameters beside it must be unset. `timeout` in
+        seconds; None: the pipeline's longest duration. Breaking out of the iteration, or cancelling
+        the task, aborts the request on the server; what came before stays valid. With
+        `contextlib.aclosing` that happens at a place of your choice, without it as soon as
+        the generator is forgotten.
+
+        Raises OmniCallError when the server refuses or fails the request, ProtocolError when it
+        breaks the contract's order, ValueError for what the contract cannot express."""
+        request = _request(prompt, pipeline, request_id, stage_params, output_modalities)
+        call = self._ready.AddRequest(
+            request, timeout=timeout, metadata=_mirrored(request.request_id)
+        )
+        order = EventOrder()
+        try:
+            async for message in call:
+                order.number(message.seq)
+                # A kind of event that this client does not know yet is skipped.
+                if (event := decode_event(message)) is not None:
+                    order.event(event)
+                    yield event
+            order.end()
+        except grpc.aio.AioRpcError as error:
+            raise decode_error(error) from None
+        finally:
+            call.cancel()
+
+    async def generate(
+        self,
+        prompt: PromptLike | AddRequestRequest,
+        *,
+        pipeline: str = "",
+        request_id: str = "",
+        stage_params: Mapping[str, Params] | None = None,
+        output_modalities: Iterable[Modality | str] = (),
+        timeout: float | None = None,
+    ) -> Answer:
+        """The whole answer; parameters, errors and cancelling as for `stream`."""
+        builder = AnswerBuilder()
+        events = self.stream(
+            prompt,
+            pipeline=pipeline,
+            request_id=request_id,
+            stage_params=stage_params,
+            output_modalities=output_modalities,
+            timeout=timeout,
+        )
+        async with aclosing(events):
+            async for event in events:
+                builder.add(event)
+        return builder.build()
+
+    async def abort(
+        self, request_ids: str | Iterable[str], *, timeout: float | None = None
+    ) -> dict[str, AbortOutcome]:
+        """Aborts requests, and returns when each is aborted: what became of it, by id."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        request = service_pb2.AbortRequest(request_ids=ids)
+        response: service_pb2.AbortResponse = await _unary(
+            self._ready.Abort(request, timeout=timeout)
+        )
+        return {result.request_id: _outcome(result.outcome) for result in response.results}
+
+    async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """What is served: pipelines, stages, modalities, formats, limits, capabilities."""
+        request = service_pb2.GetServerInfoRequest()
+        return decode_server_info(await _unary(self._ready.GetServerInfo(request, timeout=timeout)))
+
+    async def load(self, *, timeout: float | None = None) -> tuple[StageLoad, ...]:
+        """The present load of every stage and replica."""
+        request = service_pb2.GetLoadRequest()
+        return decode_load(await _unary(self._ready.GetLoad(request, timeout=timeout)))
+
+    @property
+    def _ready(self) -> Any:
+        if self._stub is None:
+            raise RuntimeError("enter the client first: async with OmniClient(...) as client")
+        return self._stub
+
+
+def _request(
+    prompt: PromptLike | AddRequestRequest,
+    pipeline: str,
+    request_id: str,
+    stage_params: Mapping[str, Params] | None,
+    output_modalities: Iterable[Modality | str],
+) -> AddRequestRequest:
+    modalities = tuple(output_modalities)
+    if not isinstance(prompt, AddRequestRequest):
+        return build_request(
+            prompt,
+            pipeline=pipeline,
+            request_id=request_id,
+            stage_params=stage_params,
+            output_modalities=modalities,
+        )
+    if pipeline or request_id or stage_params or modalities:
+        raise ValueError("a whole AddRequestRequest is sent as it is: set its own fields")
+    return prompt
+
+
+def _mirrored(request_id: str) -> tuple[tuple[str, str], ...]:
+    """The id as metadata, so that a gateway can keep all calls about a request on one pod."""
+    if not request_id:
+        return ()
+    # Percent-encoded where it is not printable ASCII, as the server mirrors it.
+    return (("omni-request-id", quote(request_id, safe="!#$&'()*+,-./:;<=>?@[]^_`{|}~ \"\\")),)
+
+
+async def _unary(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise decode_error(error) from None
+
+
+def _outcome(number: int) -> AbortOutcome:
+    return decode_enum(AbortOutcome, service_pb2.AbortResponse.Outcome, number, "OUTCOME_")

@@ -1,0 +1,82 @@
+"""Requests: from what a caller writes to the contract's message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from google.protobuf.json_format import ParseDict, ParseError
+from google.protobuf.struct_pb2 import Struct
+
+from omni_grpc.v1.params_pb2 import CodecParams, DiffusionParams, SamplingParams, StageParams
+from omni_grpc.v1.prompt_pb2 import Message, MessagePart, Messages, Prompt
+from omni_grpc.v1.service_pb2 import AddRequestRequest
+from omni_grpc_client.media import Modality, encode_modality
+
+PromptLike = str | Prompt | Sequence[tuple[str, str]]
+"""Text; or a conversation as (role, text) pairs, oldest first; or the contract's own message."""
+
+Params = SamplingParams | DiffusionParams | CodecParams | Mapping[str, Any]
+"""Parameters of one stage; a mapping is for a stage of engine `fake` or `python`."""
+
+ParamsKind = Literal["sampling", "diffusion", "codec", "custom"]
+
+_MESSAGES: dict[ParamsKind, type[SamplingParams | DiffusionParams | CodecParams]] = {
+    "sampling": SamplingParams,
+    "diffusion": DiffusionParams,
+    "codec": CodecParams,
+}
+
+
+def build_request(
+    prompt: PromptLike,
+    *,
+    pipeline: str = "",
+    request_id: str = "",
+    stage_params: Mapping[str, Params] | None = None,
+    output_modalities: Iterable[Modality | str] = (),
+) -> AddRequestRequest:
+    """The contract's message. Raises ValueError for a modality or a value that it cannot hold."""
+    return AddRequestRequest(
+        request_id=request_id,
+        pipeline=pipeline,
+        prompt=_prompt(prompt),
+        stage_params=[_stage_params(*item) for item in (stage_params or {}).items()],
+        output_modalities=[encode_modality(modality) for modality in output_modalities],
+    )
+
+
+def make_params(kind: ParamsKind, values: Mapping[str, Any]) -> Params:
+    """Parameters of a kind from plain values by field name, lists and mappings as in JSON.
+
+    Raises ValueError that names the field where the kind has none of that name or type."""
+    if kind == "custom":
+        return dict(values)
+    message = _MESSAGES[kind]()
+    try:
+        ParseDict(dict(values), message)
+    except ParseError as error:
+        raise ValueError(str(error)) from None
+    return message
+
+
+def _prompt(prompt: PromptLike) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    turns = [Message(role=role, parts=[MessagePart(text=text)]) for role, text in prompt]
+    return Prompt(messages=Messages(messages=turns))
+
+
+def _stage_params(stage: str, params: Params) -> StageParams:
+    match params:
+        case SamplingParams():
+            return StageParams(stage=stage, sampling=params)
+        case DiffusionParams():
+            return StageParams(stage=stage, diffusion=params)
+        case CodecParams():
+            return StageParams(stage=stage, codec=params)
+    custom = Struct()
+    custom.update(params)
+    return StageParams(stage=stage, custom=custom)

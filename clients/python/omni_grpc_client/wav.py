@@ -1,0 +1,101 @@
+"""WAV files, written while the sound arrives."""
+
+from __future__ import annotations
+
+import struct
+from os import PathLike
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from omni_grpc_client.media import AudioEncoding, AudioFormat
+
+# RIFF/WAVE as Microsoft's "Multimedia Programming Interface and Data Specifications 1.0" has it;
+# a float format needs the extended fmt chunk and a fact chunk.
+PCM, IEEE_FLOAT = 1, 3
+MAX_DATA_BYTES = 0xFFFF_FFFF - 256
+"""Sizes in the header have 32 bits."""
+
+
+class WavWriter:
+    """Writes sound to a WAV file as it comes: 16-bit PCM or 32-bit float, as `format` says.
+
+    `file` is a path or a seekable binary file, which stays open. The header's sizes are set by
+    `close`; before, a reader sees an empty file."""
+
+    def __init__(self, file: str | PathLike[str] | BinaryIO, format: AudioFormat) -> None:
+        # An unknown encoding raises here, before a file is made.
+        self._frame_bytes = format.frame_bytes
+        self._owned = isinstance(file, str | PathLike)
+        self._file: BinaryIO = _opened(file)
+        self._start = self._file.tell()
+        self._data_bytes = 0
+        self._closed = False
+        self.format = format
+        self._file.write(header(format, 0))
+
+    @property
+    def samples(self) -> int:
+        """Number of samples (per channel) that were written."""
+        return self._data_bytes // self._frame_bytes
+
+    def write(self, data: bytes) -> None:
+        """Appends whole samples. Raises ValueError for a cut sample, or past WAV's 4 GiB."""
+        if len(data) % self._frame_bytes:
+            raise ValueError(f"{len(data)} bytes are no whole samples of {self._frame_bytes} bytes")
+        if self._data_bytes + len(data) > MAX_DATA_BYTES:
+            raise ValueError("a WAV file holds 4 GiB at most")
+        self._file.write(data)
+        self._data_bytes += len(data)
+
+    def close(self) -> None:
+        """Sets the header's sizes; closes the file if it was opened here. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            end = self._file.tell()
+            self._file.seek(self._start)
+            self._file.write(header(self.format, self._data_bytes))
+            self._file.seek(end)
+        finally:
+            if self._owned:
+                self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _opened(file: str | PathLike[str] | BinaryIO) -> BinaryIO:
+    return open(file, "wb") if isinstance(file, str | PathLike) else file
+
+
+def header(format: AudioFormat, data_bytes: int) -> bytes:
+    """All of the file that comes before the samples; as long for any number of them."""
+    floating = format.encoding is AudioEncoding.PCM_F32LE
+    frame = format.frame_bytes
+    fields = struct.pack(
+        "<HHIIHH",
+        IEEE_FLOAT if floating else PCM,
+        format.channels,
+        format.sample_rate_hz,
+        format.sample_rate_hz * frame,
+        frame,
+        8 * frame // format.channels,
+    )
+    chunks = _chunk(b"fmt ", fields + (b"\0\0" if floating else b""))
+    if floating:
+        chunks += _chunk(b"fact", struct.pack("<I", data_bytes // frame))
+    chunks += b"data" + struct.pack("<I", data_bytes)
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks) + data_bytes) + b"WAVE" + chunks
+
+
+def _chunk(name: bytes, content: bytes) -> bytes:
+    return name + struct.pack("<I", len(content)) + content

@@ -1,0 +1,37 @@
+"""The command line: serve · generate · describe · check · prepare.
+
+The commands that call a server know nothing but `omni_grpc_client`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from omni_grpc import __version__
+from omni_grpc.cli.describe import describe
+from omni_grpc.cli.generate import EPILOG, generate
+from omni_grpc.cli.pipelines import check, prepare_command
+from omni_grpc.cli.serve import serve
+
+app = typer.Typer(no_args_is_help=True, add_completion=True, help="Omni-modal inference over gRPC.")
+app.command()(serve)
+app.command(epilog=EPILOG)(generate)
+app.command(epilog=EXIT_CODES)(describe)
+app.command()(check)
+app.command(name="prepare")(prepare_command)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Omni-modal inference over gRPC."""
+    if version:
+        typer.echo(f"omni-grpc {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

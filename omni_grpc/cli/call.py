@@ -1,0 +1,97 @@
+"""A call to a server from the command line: the target, and what its errors become."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from omni_grpc.cli.failure import ExitCode, fail
+
+if TYPE_CHECKING:
+    # Imported where a call is made: the other commands do without gRPC and its 0.1 s.
+    from omni_grpc_client import OmniCallError, OmniClient
+
+T = TypeVar("T")
+
+Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the server listens.")]
+DEFAULT_TARGET = "localhost:50051"
+
+CODES = {
+    "INVALID_ARGUMENT": ExitCode.INVALID,
+    "FAILED_PRECONDITION": ExitCode.INVALID,
+    "NOT_FOUND": ExitCode.NOT_FOUND,
+    "UNAVAILABLE": ExitCode.UNAVAILABLE,
+    "RESOURCE_EXHAUSTED": ExitCode.UNAVAILABLE,
+    "DEADLINE_EXCEEDED": ExitCode.DEADLINE,
+}
+
+
+class UsageError(Exception):
+    """What was asked cannot be asked of this server, or its result not written. `hint` says what
+    to do."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def call_server(target: str, work: Callable[[OmniClient], Awaitable[T]]) -> T:
+    """Runs `work` with a client of the server at `target`; its errors end the command."""
+    try:
+        import omni_grpc_client as client
+    except ImportError as error:
+        raise fail(
+            f"this command needs the client: {error}",
+            ExitCode.OTHER,
+            "install it: pip install omni-grpc-client (in the repository: clients/python)",
+        ) from None
+
+    async def run() -> T:
+        async with client.OmniClient(target) as connected:
+            return await work(connected)
+
+    try:
+        return asyncio.run(run())
+    except client.OmniCallError as error:
+        raise call_failed(error, target) from None
+    except client.ProtocolError as error:
+        hint = "is that an omni-grpc server of this version?"
+        raise fail(f"{target} broke the protocol: {error}", ExitCode.OTHER, hint) from None
+    except UsageError as error:
+        raise fail(error, ExitCode.INVALID, error.hint) from None
+    except KeyboardInterrupt:
+        typer.echo("\nomni-grpc: interrupted", err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+def call_failed(error: OmniCallError, target: str) -> typer.Exit:
+    """Says what the server's status says, with the wrong fields and what to do."""
+    kind = f"{error.code} {error.reason}".rstrip()
+    # The server's text often names the fields itself.
+    fields = [
+        f"  {violation.field}: {violation.description}"
+        for violation in error.violations
+        if violation.field not in error.message
+    ]
+    message = "\n".join([f"{kind}: {error.message}", *fields])
+    return fail(message, CODES.get(error.code, ExitCode.OTHER), _hint(error, target))
+
+
+def _hint(error: OmniCallError, target: str) -> str:
+    match error.code, error.reason:
+        case "UNAVAILABLE", "":
+            return f"nothing serves at {target}: is it running? Try: omni-grpc serve"
+        case "NOT_FOUND", "PIPELINE_NOT_FOUND":
+            return f"omni-grpc describe --target {target} lists what is served"
+        case "DEADLINE_EXCEEDED", "":
+            return "--timeout was too short for this request"
+        case "ALREADY_EXISTS", _:
+            return "choose another --request-id, or leave it out"
+        case "INTERNAL", _ if error.request_id:
+            return f"the server's log has the cause, request {error.request_id}"
+    if error.retry_after is not None:
+        return f"try again in {error.retry_after:g} s"
+    return ""

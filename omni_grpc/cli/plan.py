@@ -1,0 +1,126 @@
+"""From what the command line asks for to a request that this server understands."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omni_grpc.cli.call import UsageError
+from omni_grpc_client import (
+    Modality,
+    Params,
+    PipelineInfo,
+    PromptLike,
+    ServerInfo,
+    StageInfo,
+    make_params,
+)
+
+if TYPE_CHECKING:
+    from omni_grpc.cli.generate import Wish
+    from omni_grpc.cli.outfile import OutFile
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The arguments of the call."""
+
+    prompt: PromptLike
+    stage_params: dict[str, Params]
+    modalities: tuple[Modality, ...]
+
+
+def plan_call(info: ServerInfo, wish: Wish, files: Sequence[OutFile]) -> Plan:
+    """The call that the wish means on this server. Raises UsageError where it means none."""
+    prompt: PromptLike = wish.prompt
+    if wish.system is not None:
+        prompt = [("system", wish.system), ("user", wish.prompt)]
+    pipeline = info.pipeline(wish.pipeline)
+    wanted = [*(Modality(name) for name in wish.modalities), *(file.modality for file in files)]
+    if pipeline is None:
+        # The server says so better than we could.
+        return Plan(prompt, {}, tuple(dict.fromkeys(wanted)))
+    if not wish.modalities:
+        wanted = [*_default_modalities(pipeline, wanted), *wanted]
+    return Plan(prompt, stage_params(pipeline, wish), tuple(dict.fromkeys(wanted)))
+
+
+def _default_modalities(pipeline: PipelineInfo, wanted: list[Modality]) -> list[Modality]:
+    offered = [output.modality for output in pipeline.outputs]
+    if Modality.TEXT in offered:
+        return [Modality.TEXT]
+    if not wanted:
+        raise UsageError(
+            f"pipeline {pipeline.name!r} gives no text, only {', '.join(offered)}",
+            "name a file for it with --out, or ask with --modality",
+        )
+    return []
+
+
+def stage_params(pipeline: PipelineInfo, wish: Wish) -> dict[str, Params]:
+    """Parameters by stage: what --set says, over what the options mean."""
+    values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for stage, name, value in _options(pipeline, wish):
+        values[stage.name][name] = value
+    stages = {stage.name: stage for stage in pipeline.stages}
+    for setting in wish.settings:
+        name, field, value = parse_setting(setting, stages)
+        values[name][field] = value
+    try:
+        return {name: make_params(stages[name].params_kind, values[name]) for name in values}
+    except ValueError as error:
+        raise UsageError(f"--set: {error}") from None
+
+
+def _options(pipeline: PipelineInfo, wish: Wish) -> Iterator[tuple[StageInfo, str, Any]]:
+    sampled = {"max_tokens": wish.max_tokens, "temperature": wish.temperature}
+    for name, value in sampled.items():
+        if value is not None:
+            yield _sampling_stage(pipeline, name), name, value
+    if wish.seed is not None:
+        stages = [stage for stage in pipeline.stages if _draws(stage)]
+        if not stages:
+            raise _no_stage(pipeline, "seed", "takes a seed")
+        for stage in stages:
+            yield stage, "seed", wish.seed
+
+
+def _draws(stage: StageInfo) -> bool:
+    """Whether the stage draws random numbers. Of several codec stages the one that makes the sound
+    does; those before it refuse a seed."""
+    kind = stage.params_kind
+    return kind in ("sampling", "diffusion") or (kind == "codec" and stage.output is not None)
+
+
+def _sampling_stage(pipeline: PipelineInfo, name: str) -> StageInfo:
+    """The stage that makes the text, or the first one that samples."""
+    stages = [stage for stage in pipeline.stages if stage.params_kind == "sampling"]
+    if not stages:
+        raise _no_stage(pipeline, name, "samples tokens")
+    return next((stage for stage in stages if stage.output is Modality.TEXT), stages[0])
+
+
+def _no_stage(pipeline: PipelineInfo, option: str, ability: str) -> UsageError:
+    stages = ", ".join(f"{stage.name} ({stage.engine})" for stage in pipeline.stages)
+    return UsageError(
+        f"--{option.replace('_', '-')}: no stage of pipeline {pipeline.name!r} {ability}",
+        f"its stages: {stages}; --set STAGE.FIELD=VALUE sets their own parameters",
+    )
+
+
+def parse_setting(setting: str, stages: Iterable[str]) -> tuple[str, str, Any]:
+    """(stage, field, value) of STAGE.FIELD=VALUE. A stage's name may hold dots."""
+    place, equals, text = setting.partition("=")
+    stage, dot, field = place.rpartition(".")
+    if not (equals and dot and stage and field):
+        raise UsageError(f"--set {setting}: is not STAGE.FIELD=VALUE")
+    if stage not in stages:
+        known = ", ".join(stages)
+        raise UsageError(f"--set {setting}: no stage {stage!r}, only {known}")
+    try:
+        return stage, field, json.loads(text)
+    except json.JSONDecodeError:
+        return stage, field, text

@@ -1,0 +1,231 @@
+"""What behaviour tests share: a served pipeline, calls on it, and what a refusal says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import yaml
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from omni_grpc.config import PipelineConfig
+from omni_grpc.server import Server
+from omni_grpc.v1 import common_pb2, params_pb2, service_pb2, service_pb2_grpc
+
+ROOT = Path(__file__).parents[1]
+# A replica process imports the stages that tests bring from here, wherever pytest was started.
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+TEXT = common_pb2.MODALITY_TEXT
+AUDIO = common_pb2.MODALITY_AUDIO
+IMAGE = common_pb2.MODALITY_IMAGE
+
+Response = service_pb2.AddRequestResponse
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server and a client of it that shares its connection with nobody."""
+
+    server: Server
+    stub: Any
+    channel: grpc.aio.Channel
+
+
+class RichError(NamedTuple):
+    """A status with its details. `violations`: description by path; `retry`: seconds, or None."""
+
+    code: grpc.StatusCode
+    reason: str
+    violations: dict[str, str]
+    retry: float | None
+    pushback_ms: int | None
+    domain: str
+    message: str
+    trailers: dict[str, str | bytes]
+
+
+def rich_error(error: grpc.aio.AioRpcError) -> RichError:
+    """What the status and its details say."""
+    trailers = dict(error.trailing_metadata() or ())
+    reason, domain, violations, retry = "", "", {}, None
+    status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+            reason, domain = info.reason, info.domain
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            request = error_details_pb2.BadRequest()
+            detail.Unpack(request)
+            violations = {v.field: v.description for v in request.field_violations}
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            info = error_details_pb2.RetryInfo()
+            detail.Unpack(info)
+            retry = info.retry_delay.ToTimedelta().total_seconds()
+    pushback = trailers.get("grpc-retry-pushback-ms")
+    return RichError(
+        error.code(),
+        reason,
+        violations,
+        retry,
+        None if pushback is None else int(pushback),
+        domain,
+        error.details() or "",
+        trailers,
+    )
+
+
+def ask(text: str = "hello big world", **fields: Any) -> service_pb2.AddRequestRequest:
+    """A request with a text prompt, unless `fields` bring another."""
+    return service_pb2.AddRequestRequest(**{"prompt": {"text": text}, **fields})
+
+
+def script(stage: str = "text", **values: Any) -> params_pb2.StageParams:
+    """What a fake (or python) stage shall do."""
+    message = params_pb2.StageParams(stage=stage)
+    message.custom.SetInParent()
+    message.custom.update(values)
+    return message
+
+
+async def collect(
+    stub: Any,
+    request: service_pb2.AddRequestRequest | None = None,
+    *,
+    timeout: float = 20,
+    **fields: Any,
+) -> list[Response]:
+    """All responses to a request that succeeds."""
+    call = stub.AddRequest(request or ask(**fields), timeout=timeout)
+    return [response async for response in call]
+
+
+async def refusal(
+    stub: Any,
+    request: service_pb2.AddRequestRequest | None = None,
+    *,
+    timeout: float = 20,
+    **fields: Any,
+) -> RichError:
+    """How a request fails; what came before is dropped."""
+    return (await broken_off(stub, request, timeout=timeout, **fields))[1]
+
+
+async def broken_off(
+    stub: Any,
+    request: service_pb2.AddRequestRequest | None = None,
+    *,
+    timeout: float = 20,
+    **fields: Any,
+) -> tuple[list[Response], RichError]:
+    """What came of a request, and how it fails."""
+    responses: list[Response] = []
+    call = stub.AddRequest(request or ask(**fields), timeout=timeout)
+    try:
+        responses.extend([r async for r in call])
+    except grpc.aio.AioRpcError as error:
+        return responses, rich_error(error)
+    raise AssertionError(f"it succeeded: {responses}")
+
+
+async def started(stub: Any, *, until: str = "output", **fields: Any) -> Any:
+    """A call that was read up to its first event of the kind `until`."""
+    call = stub.AddRequest(ask(**fields))
+    async for response in call:
+        if response.WhichOneof("event") == until:
+            return call
+    raise AssertionError(f"it ended before {until!r}")
+
+
+def texts(responses: Sequence[Response]) -> str:
+    """The text of all text outputs."""
+    return "".join(
+        r.output.text.text for r in responses if r.output.WhichOneof("content") == "text"
+    )
+
+
+def sound(responses: Sequence[Response]) -> bytes:
+    """The samples of all audio outputs."""
+    return b"".join(r.output.audio.data for r in responses)
+
+
+def picture(responses: Sequence[Response]) -> bytes:
+    """The bytes of all image outputs."""
+    return b"".join(r.output.image.data for r in responses)
+
+
+def events(responses: Sequence[Response]) -> list[str | None]:
+    """What each response is."""
+    return [response.WhichOneof("event") for response in responses]
+
+
+def in_flight(server: Server) -> int:
+    """Tasks that the server's replicas hold, over all stages."""
+    return sum(running(server).values())
+
+
+def running(server: Server) -> dict[str, int]:
+    """Tasks that replicas hold, by stage."""
+    return {
+        stage.stage: sum(slot.load.running for slot in stage.replicas)
+        for stage in server.engine.load()
+    }
+
+
+def holdings(server: Server) -> str:
+    """What is left in a server; empty where nothing is."""
+    runs, tasks = server.engine.orchestrator.statistics(), running(server)
+    return f"runs {runs}, tasks {tasks}" if runs or any(tasks.values()) else ""
+
+
+async def eventually(predicate: Callable[[], object], within: float = 1.0) -> None:
+    """Returns when the predicate holds. AssertionError if it doesn't in time."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + within
+    while not predicate():
+        assert loop.time() < end, f"not within {within:g} s"
+        await asyncio.sleep(0.005)
+
+
+async def freed(server: Server, within: float = 1.0) -> None:
+    """Returns when the server holds nothing. AssertionError with what it holds if it takes too
+    long."""
+    try:
+        await eventually(lambda: not holdings(server), within)
+    except AssertionError:
+        raise AssertionError(f"still held after {within:g} s: {holdings(server)}") from None
+
+
+def pipeline(text: str) -> PipelineConfig:
+    """A pipeline from YAML; its stages of engine `python` may come from `tests`."""
+    content = yaml.safe_load(text)
+    for stage in content["stages"]:
+        stage.setdefault("environment", ENVIRONMENT)
+    return PipelineConfig.model_validate(content)
+
+
+def echo(changes: dict[str, Any] | None = None, **stage_changes: Any) -> PipelineConfig:
+    """The pipeline echo, with changes to it and to every one of its stages."""
+    content = yaml.safe_load((ROOT / "omni_grpc/pipelines/echo.yaml").read_text())
+    content |= changes or {}
+    content["stages"] = [stage | stage_changes for stage in content["stages"]]
+    return PipelineConfig.model_validate(content)
+
+
+def client(server: Server, *options: tuple[str, Any]) -> grpc.aio.Channel:
+    """A channel with a connection of its own."""
+    return grpc.aio.insecure_channel(
+        f"127.0.0.1:{server.port}", options=[("grpc.use_local_subchannel_pool", 1), *options]
+    )
+
+
+def stub_of(channel: grpc.aio.Channel) -> Any:
+    """The service's stub."""
+    return service_pb2_grpc.OmniServiceStub(channel)
