@@ -17,7 +17,7 @@ from omni_grpc.types import Modality
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
-Engine = Literal["vllm", "diffusion", "diffusers", "codec", "fake", "python"]
+Engine = Literal["vllm", "diffusion", "diffusers", "codec", "whisper", "ocr", "fake", "python"]
 
 
 class Frozen(BaseModel):
@@ -85,6 +85,12 @@ class StageConfig(Frozen):
             raise ValueError(f"model: engine {self.engine!r} needs a model")
         return self
 
+    def identity(self) -> str:
+        """Equal for stages that can share replicas: same name, engine, model, arguments and placement.
+        What holds per request (defaults, bridges, outputs) may differ."""
+        shared = {"name", "engine", "model", "devices", "replicas", "threads"}
+        return self.model_dump_json(include=shared | {"environment", "engine_args"})
+
     def device(self, replica: int) -> str:
         """The device of a replica, "auto" resolved."""
         device = self.devices[replica if len(self.devices) > 1 else 0]
@@ -138,6 +144,28 @@ class PipelineConfig(Frozen):
                 raise ValueError(f"stages[{place}] ({stage.name}): nobody takes its output")
 
 
+class MediaPolicy(Frozen):
+    """What media a request may bring, and from where. Sizes in bytes, times in seconds."""
+
+    max_items: Annotated[int, Field(ge=0, le=1000)] = 16
+    max_bytes: Annotated[int, Field(ge=1)] = 64 << 20
+    """Largest file, and most that a URI is read for."""
+    max_pixels: Annotated[int, Field(ge=1)] = 40_000_000
+    """Of one picture or one frame."""
+    max_frames: Annotated[int, Field(ge=1)] = 1024
+    max_audio_s: Seconds = 600.0
+    http: bool = False
+    """Whether http(s) URIs are read."""
+    hosts: tuple[str, ...] = ()
+    """If not empty: the only hosts that http(s) URIs may name."""
+    private_networks: bool = False
+    """Whether addresses that are not public may be reached (for tests and closed networks)."""
+    root: str | None = None
+    """Folder below which file: URIs are read; None: none are."""
+    fetch_timeout: Seconds = 10.0
+    max_redirects: Annotated[int, Field(ge=0, le=20)] = 3
+
+
 class ServerConfig(Frozen):
     """Settings of the server. Sizes in bytes, times in seconds."""
 
@@ -156,6 +184,7 @@ class ServerConfig(Frozen):
     """Longest time that a replica may take to stop before it is killed."""
     heartbeat_timeout: Seconds = 30.0
     """A replica that shows no sign of life for so long is lost."""
+    media: MediaPolicy = MediaPolicy()
     ipc: str = "ipc"
     """How replicas are reached: "ipc", or "tcp://ADDRESS" to listen on for them."""
 

@@ -26,7 +26,7 @@ from omni_grpc.errors import (
     Violation,
 )
 from omni_grpc.orchestrator import AbortOutcome, Orchestrator
-from omni_grpc.params import FIELD_BY_KIND, merge, parse_fake_script
+from omni_grpc.params import FIELD_BY_KIND, check_honoured, merge, parse_fake_script
 from omni_grpc.pool import SlotStatistics, StagePool
 from omni_grpc.run import Plan, Run
 from omni_grpc.topology import Pipeline, StageNode
@@ -232,6 +232,9 @@ def _requested_params(
         path = f"{where}.{given}"
         if node.config.engine == "fake" and isinstance(entry.params, CustomParams):
             parse_fake_script(entry.params.values, path)
+        honoured = node.pool.facts.params
+        if honoured is not None and not isinstance(entry.params, CustomParams):
+            check_honoured(entry.params, honoured, path)
         requested[entry.stage], paths[entry.stage] = entry.params, path
     return requested, paths
 

@@ -57,6 +57,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     model: str
     device: str
     engine_args: dict[str, Any] = {}
+    media: dict[str, Any] = {}
+    """The server's MediaPolicy, as a mapping."""
 
 
 class Task(msgspec.Struct, frozen=True):

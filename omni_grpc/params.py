@@ -8,6 +8,7 @@ what is unset; a request that sets something else is refused; required stop
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +27,8 @@ KIND_BY_ENGINE: dict[str, type[Params]] = {
     "diffusion": DiffusionParams,
     "diffusers": DiffusionParams,
     "codec": CodecParams,
+    "whisper": CustomParams,
+    "ocr": CustomParams,
     "fake": CustomParams,
     "python": CustomParams,
 }
@@ -125,6 +128,20 @@ def merge(
             if fixed is not None:
                 merged[name] = _constrain(name, fixed, merged[name], asked.get(name), path)
     return type(defaults)(**merged)
+
+
+def check_honoured(params: Params, honoured: Mapping[str, tuple[str, ...]], path: str) -> None:
+    """Raises InvalidField below `path` for a set parameter that is not among `honoured`, or is none
+    of its choices there."""
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        if value is None:
+            continue
+        if name not in honoured:
+            known = ", ".join(honoured)
+            raise InvalidField(f"{path}.{name}", f"the stage has no such setting, only {known}")
+        if honoured[name] and value not in honoured[name]:
+            raise InvalidField(f"{path}.{name}", f"must be one of {', '.join(honoured[name])}")
 
 
 def _constrain(name: str, fixed: Any, value: Any, asked: Any, path: str) -> Any:

@@ -193,6 +193,7 @@ class StagePool:
             model=config.model if config.engine == "python" else str(resolve(config.model)),
             device=config.device(number),
             engine_args=config.engine_args,
+            media=settings.media.model_dump(),
         )
         socket = (
             self._runtime.folder / f"{self.pipeline[:20]}-{config.name[:20]}-{number}-{generation}"

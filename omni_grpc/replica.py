@@ -57,6 +57,8 @@ from omni_grpc.types import Params, Payload, Prompt, StageFacts, StageOutput, St
 log = logging.getLogger(__name__)
 
 _task_ids = itertools.count(1)
+PIPE_TIMEOUT_S = 5.0
+"""How long the last processes of a replica's group may take to go once they are killed."""
 _CREDIT_STEP = WINDOW_BYTES // 4
 """Credit goes out in steps of this size, so that a stream of tokens costs no messages back."""
 
@@ -170,6 +172,7 @@ class Replica:
         self._channel: Channel[ToReplica, FromReplica] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._helpers: list[asyncio.Task[None]] = []
+        self._relay: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -224,9 +227,10 @@ class Replica:
             # Leader of its own process group: it and all that it starts can be killed as one.
             start_new_session=True,
         )
+        self._relay = asyncio.create_task(self._relay_log())
         self._helpers += [
+            self._relay,
             asyncio.create_task(self._receive()),
-            asyncio.create_task(self._relay_log()),
             asyncio.create_task(self._watch_exit()),
         ]
 
@@ -250,6 +254,9 @@ class Replica:
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
         self._lose("was stopped")
+        if self._relay is not None:
+            # The last of its process group closes the pipe: then nothing of it is left.
+            await asyncio.wait([self._relay], timeout=PIPE_TIMEOUT_S)
         for helper in self._helpers:
             helper.cancel()
         await asyncio.gather(*self._helpers, return_exceptions=True)

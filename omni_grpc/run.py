@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ from omni_grpc.types import (
     Finished,
     Output,
     Params,
+    Payload,
+    Prompt,
     Request,
     RequestOptions,
     SegmentEnd,
@@ -194,17 +196,19 @@ class Run:
             self.request_id,
             plan.pipeline.name,
             tuple(node.name for node in plan.needed),
-            tuple(plan.pipeline.output_format(node) for node in plan.finals),
+            tuple(
+                plan.pipeline.output_format(node, plan.params[node.name]) for node in plan.finals
+            ),
         )
 
-    def _submit(self, stage: StageRun) -> TaskHandle:
+    def _submit(self, stage: StageRun, prompt: Prompt | None = None) -> TaskHandle:
         request, entry = self.plan.request, stage.node is self.plan.pipeline.entry
         task = Task(
             id=new_task_id(),
             request_id=self.request_id,
             params=self.plan.params[stage.node.name],
             timeout_s=max(0.0, self._deadline_at - self._loop.time()),
-            prompt=request.prompt if entry else None,
+            prompt=request.prompt if entry else prompt,
             streaming=request.resumable if entry else True,
             options=request.options if entry else RequestOptions(),
         )
@@ -213,10 +217,20 @@ class Run:
         stage.started_at = time.perf_counter()
         return stage.handle
 
-    def ensure_started(self, stage: StageRun) -> TaskHandle:
+    def hand_on(self, stage: StageRun, items: Iterable[Payload | Prompt]) -> None:
+        """Gives a stage its next input. A prompt is the beginning of a task, or of its next segment."""
+        for item in items:
+            if not isinstance(item, Prompt):
+                self.ensure_started(stage).feed(item)
+            elif stage.handle is None:
+                self.ensure_started(stage, item)
+            else:
+                stage.handle.feed(prompt=item)
+
+    def ensure_started(self, stage: StageRun, prompt: Prompt | None = None) -> TaskHandle:
         """The stage's task, submitted now if it was not."""
         try:
-            return stage.handle or self._submit(stage)
+            return stage.handle or self._submit(stage, prompt)
         except StageUnavailable as error:
             # With outputs gone out, a retry would repeat them: that is a lost replica to the
             # client.
@@ -267,8 +281,7 @@ class Run:
                 self._emit(stage, output)
             if output.index == 0:
                 for consumer, bridge in stage.consumers:
-                    for payload in bridge.push(output.payload):
-                        self.ensure_started(consumer).feed(payload)
+                    self.hand_on(consumer, bridge.push(output.payload))
         if output.progress is not None:
             self._put(StageProgress(stage.node.name, output.progress))
         if output.segment_end and output.finish is not None and stage.final:
@@ -302,8 +315,7 @@ class Run:
             return
         stage.ended, stage.ended_at = True, time.perf_counter()
         for consumer, bridge in stage.consumers:
-            for payload in bridge.finish():
-                self.ensure_started(consumer).feed(payload)
+            self.hand_on(consumer, bridge.finish())
             consumer.source_ended(stage.node.name)
         if all(s.ended for s in self._stages.values() if s.final):
             self._put(self._finished())

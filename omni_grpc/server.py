@@ -52,9 +52,16 @@ class Server:
         runtime = Runtime(self._context, self._folder, settings)
         self._pools: list[StagePool] = []
         built = {}
+        shared: dict[str, StagePool] = {}
         for config in pipelines:
-            pools = {s.name: StagePool(config.name, s, runtime) for s in config.stages}
-            self._pools += pools.values()
+            pools = {}
+            for stage in config.stages:
+                # Pipelines that declare an identical stage run it once.
+                key = stage.identity()
+                if key not in shared:
+                    shared[key] = StagePool(config.name, stage, runtime)
+                    self._pools.append(shared[key])
+                pools[stage.name] = shared[key]
             built[config.name] = build_pipeline(config, pools)
         self.engine = Engine(built, names[0], settings)
         self._grpc = grpc.aio.server(

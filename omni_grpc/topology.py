@@ -11,7 +11,14 @@ from omni_grpc.errors import ConfigError, InvalidField
 from omni_grpc.params import FIELD_BY_KIND, KIND_BY_ENGINE, parse_params
 from omni_grpc.pipelines.bridges import BridgeFactory, load_bridge
 from omni_grpc.pool import StagePool
-from omni_grpc.types import Modality, OutputFormat, Params
+from omni_grpc.types import (
+    AudioEncoding,
+    AudioFormat,
+    CodecParams,
+    Modality,
+    OutputFormat,
+    Params,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,10 +86,13 @@ class Pipeline:
                 names.update(node.config.inputs)
         return tuple(node for node in self.stages.values() if node.name in names)
 
-    def output_format(self, node: StageNode) -> OutputFormat:
-        """The form of a final output, as far as it is known beforehand."""
+    def output_format(self, node: StageNode, params: Params | None = None) -> OutputFormat:
+        """The form of a final output with these parameters, as far as it is known beforehand."""
         assert node.config.output is not None
-        return OutputFormat(node.name, node.config.output, node.pool.facts.output_format)
+        form = node.pool.facts.output_format
+        if isinstance(form, AudioFormat) and isinstance(params, CodecParams) and params.encoding:
+            form = AudioFormat(form.sample_rate_hz, form.channels, AudioEncoding(params.encoding))
+        return OutputFormat(node.name, node.config.output, form)
 
 
 def build_pipeline(config: PipelineConfig, pools: Mapping[str, StagePool]) -> Pipeline:

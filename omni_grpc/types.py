@@ -426,12 +426,14 @@ class StageOutput(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StageFacts(msgspec.Struct, frozen=True):
-    """What a loaded stage tells of itself."""
+    """What a loaded stage tells of itself. `params`: the parameters that it honours, each with its
+    choices if it has some; None: the stage judges for itself."""
 
     output_format: AudioFormat | ImageFormat | VideoFormat | None = None
     context_tokens: int = 0
     capacity: int | None = None
     versions: dict[str, str] = {}
+    params: dict[str, tuple[str, ...]] | None = None
 
 
 class StageStatistics(msgspec.Struct, frozen=True):

@@ -43,7 +43,7 @@ class FaultyStage(Stage[dict[str, Any]]):
     async def prepare(self, task: Task) -> dict[str, Any]:
         does = task.params.values if isinstance(task.params, CustomParams) else {}
         if "mark" in does:
-            Path(does["mark"]).touch()
+            Path(does["mark"]).touch()  # noqa: ASYNC240
         match does.get("does"):
             case "raise in prepare":
                 raise ValueError(SECRET)

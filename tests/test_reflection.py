@@ -96,6 +96,8 @@ def test_grpcurl_describes_service_and_message(address: str) -> None:
     assert "optional int32 priority" in request
     # Types of imported files too.
     assert "sample_rate_hz" in grpcurl(address, "describe", "omni_grpc.v1.AudioFormat")
+    everything = grpcurl(address, "describe")
+    assert all(f"{service} is a service" in everything for service in SERVICES)
     assert "SERVING = 1" in grpcurl(
         address, "describe", "grpc.health.v1.HealthCheckResponse.ServingStatus"
     )
@@ -103,7 +105,7 @@ def test_grpcurl_describes_service_and_message(address: str) -> None:
 
 def test_grpcurl_calls_a_unary_method(address: str) -> None:
     (info,) = documents(grpcurl(address, f"{SERVICE}/GetServerInfo"))
-    assert info["defaultPipeline"] == "echo"
+    assert info["default_pipeline"] == "echo"
 
 
 def test_grpcurl_calls_a_streaming_method(address: str) -> None:

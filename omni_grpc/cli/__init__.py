@@ -10,6 +10,7 @@ import typer
 
 from omni_grpc import __version__
 from omni_grpc.cli.describe import describe
+from omni_grpc.cli.failure import EXIT_CODES
 from omni_grpc.cli.generate import EPILOG, generate
 from omni_grpc.cli.pipelines import check, prepare_command
 from omni_grpc.cli.serve import serve

@@ -29,13 +29,14 @@ CODES = {
 }
 
 
-class UsageError(Exception):
+class CommandError(Exception):
     """What was asked cannot be asked of this server, or its result not written. `hint` says what
     to do."""
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", code: ExitCode = ExitCode.INVALID) -> None:
         super().__init__(message)
         self.hint = hint
+        self.code = code
 
 
 def call_server(target: str, work: Callable[[OmniClient], Awaitable[T]]) -> T:
@@ -60,8 +61,13 @@ def call_server(target: str, work: Callable[[OmniClient], Awaitable[T]]) -> T:
     except client.ProtocolError as error:
         hint = "is that an omni-grpc server of this version?"
         raise fail(f"{target} broke the protocol: {error}", ExitCode.OTHER, hint) from None
-    except UsageError as error:
-        raise fail(error, ExitCode.INVALID, error.hint) from None
+    except CommandError as error:
+        raise fail(error, error.code, error.hint) from None
+    except BrokenPipeError:
+        # Whoever read our text has enough: typer ends the command in silence.
+        raise
+    except OSError as error:
+        raise fail(error, ExitCode.OTHER) from None
     except KeyboardInterrupt:
         typer.echo("\nomni-grpc: interrupted", err=True)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
@@ -86,8 +92,8 @@ def _hint(error: OmniCallError, target: str) -> str:
             return f"nothing serves at {target}: is it running? Try: omni-grpc serve"
         case "NOT_FOUND", "PIPELINE_NOT_FOUND":
             return f"omni-grpc describe --target {target} lists what is served"
-        case "DEADLINE_EXCEEDED", "":
-            return "--timeout was too short for this request"
+        case "DEADLINE_EXCEEDED", "" | "DEADLINE":
+            return "give a longer --timeout, within the limit that omni-grpc describe shows"
         case "ALREADY_EXISTS", _:
             return "choose another --request-id, or leave it out"
         case "INTERNAL", _ if error.request_id:

@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from omni_grpc.cli.call import DEFAULT_TARGET, Target, call_server
-from omni_grpc.cli.failure import EXIT_CODES
 
 if TYPE_CHECKING:
     from omni_grpc_client import OutputFormat, PipelineInfo, ServerInfo, StageInfo
@@ -33,9 +32,6 @@ def describe(
     for pipeline in info.pipelines:
         console.print()
         _pipeline(console, pipeline, default=pipeline.name == info.default_pipeline)
-
-
-describe.__doc__ = f"{describe.__doc__}\n\n{EXIT_CODES}"
 
 
 def _head(console: Console, info: ServerInfo) -> None:

@@ -13,7 +13,15 @@ import typer
 from rich import progress as bars
 from rich.console import Console
 
-from omni_grpc_client import AudioChunk, Event, Finished, Output, Progress, TextDelta
+from omni_grpc_client import (
+    AudioChunk,
+    Event,
+    Finished,
+    ImageChunk,
+    Progress,
+    TextDelta,
+    VideoChunk,
+)
 
 
 class Display:
@@ -93,6 +101,7 @@ class Bars:
             transient=True,
         )
         self._tasks: dict[str, bars.TaskID] = {}
+        self._running = False
 
     def show(self, event: Progress) -> None:
         """Moves the stage's bar."""
@@ -103,10 +112,13 @@ class Bars:
         total = event.total_steps or None
         self._progress.update(self._tasks[event.stage], completed=event.step, total=total)
         self._progress.start()
+        self._running = True
 
     def stop(self) -> None:
         """Takes the bars away; the next event brings them back."""
-        self._progress.stop()
+        if self._running:
+            self._progress.stop()
+            self._running = False
 
 
 class Summary:
@@ -128,8 +140,10 @@ class Summary:
                 self._seconds += event.samples / event.format.sample_rate_hz
             case Finished():
                 self._finished = event
-            case Output():
-                self._came("output")
+            case ImageChunk():
+                self._came("picture")
+            case VideoChunk():
+                self._came("film")
 
     def _came(self, what: str) -> None:
         self._first.setdefault(what, time.perf_counter() - self._started)

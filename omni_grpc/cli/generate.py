@@ -142,6 +142,9 @@ async def run(client: OmniClient, wish: Wish, *, json: bool, quiet: bool) -> Non
             display.show(event)
             for file in files:
                 file.take(event)
+        # All or none: one that is empty leaves the others unwritten too.
+        for file in files:
+            file.complete()
         for file in files:
             display.note(file.commit())
         display.finish()

@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from omni_grpc.cli.call import UsageError
+from omni_grpc.cli.call import CommandError
+from omni_grpc.cli.failure import ExitCode
 from omni_grpc_client import (
     Accepted,
     AudioChunk,
@@ -51,15 +52,18 @@ class OutFile:
         self.file.write(data)
 
     def close(self) -> None:
-        """Completes the file."""
+        """Writes what is left and closes the file."""
         self.file.close()
 
-    def commit(self) -> str:
-        """Completes the file and puts it in its place; says so. Raises UsageError where nothing
-        came."""
+    def complete(self) -> None:
+        """Completes the file, still beside its place. Raises CommandError where nothing came."""
         if self._empty:
-            raise UsageError(f"{self.path}: not written, no {self.modality} came")
+            message = f"{self.path}: not written, no {self.modality} came"
+            raise CommandError(message, code=ExitCode.OTHER)
         self.close()
+
+    def commit(self) -> str:
+        """Puts the completed file in its place; says so."""
         os.replace(self.file.name, self.path)
         return f"wrote {self.path}{self.warning}"
 
@@ -156,15 +160,15 @@ def open_outfile(path: Path) -> Iterator[OutFile]:
     """The file for an output, by its extension. Unless it was committed, nothing of it stays."""
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
-        raise UsageError(f"--out {path}: the extension must be one of {' '.join(KINDS)}")
+        raise CommandError(f"--out {path}: the extension must be one of {' '.join(KINDS)}")
     if path.is_dir():
-        raise UsageError(f"--out {path}: is a directory")
+        raise CommandError(f"--out {path}: is a directory")
     # Beside its place: a move across file systems would not be atomic.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         file = part.open("wb")
     except OSError as error:
-        raise UsageError(f"--out {path}: cannot write there: {error.strerror}") from None
+        raise CommandError(f"--out {path}: cannot write there: {error.strerror}") from None
     with file:
         try:
             yield kind(path, file)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omni_grpc.cli.call import UsageError
+from omni_grpc.cli.call import CommandError
 from omni_grpc_client import (
     Modality,
     Params,
@@ -34,7 +34,7 @@ class Plan:
 
 
 def plan_call(info: ServerInfo, wish: Wish, files: Sequence[OutFile]) -> Plan:
-    """The call that the wish means on this server. Raises UsageError where it means none."""
+    """The call that the wish means on this server. Raises CommandError where it means none."""
     prompt: PromptLike = wish.prompt
     if wish.system is not None:
         prompt = [("system", wish.system), ("user", wish.prompt)]
@@ -53,7 +53,7 @@ def _default_modalities(pipeline: PipelineInfo, wanted: list[Modality]) -> list[
     if Modality.TEXT in offered:
         return [Modality.TEXT]
     if not wanted:
-        raise UsageError(
+        raise CommandError(
             f"pipeline {pipeline.name!r} gives no text, only {', '.join(offered)}",
             "name a file for it with --out, or ask with --modality",
         )
@@ -72,7 +72,7 @@ def stage_params(pipeline: PipelineInfo, wish: Wish) -> dict[str, Params]:
     try:
         return {name: make_params(stages[name].params_kind, values[name]) for name in values}
     except ValueError as error:
-        raise UsageError(f"--set: {error}") from None
+        raise CommandError(f"--set: {error}") from None
 
 
 def _options(pipeline: PipelineInfo, wish: Wish) -> Iterator[tuple[StageInfo, str, Any]]:
@@ -103,9 +103,9 @@ def _sampling_stage(pipeline: PipelineInfo, name: str) -> StageInfo:
     return next((stage for stage in stages if stage.output is Modality.TEXT), stages[0])
 
 
-def _no_stage(pipeline: PipelineInfo, option: str, ability: str) -> UsageError:
+def _no_stage(pipeline: PipelineInfo, option: str, ability: str) -> CommandError:
     stages = ", ".join(f"{stage.name} ({stage.engine})" for stage in pipeline.stages)
-    return UsageError(
+    return CommandError(
         f"--{option.replace('_', '-')}: no stage of pipeline {pipeline.name!r} {ability}",
         f"its stages: {stages}; --set STAGE.FIELD=VALUE sets their own parameters",
     )
@@ -116,10 +116,10 @@ def parse_setting(setting: str, stages: Iterable[str]) -> tuple[str, str, Any]:
     place, equals, text = setting.partition("=")
     stage, dot, field = place.rpartition(".")
     if not (equals and dot and stage and field):
-        raise UsageError(f"--set {setting}: is not STAGE.FIELD=VALUE")
+        raise CommandError(f"--set {setting}: is not STAGE.FIELD=VALUE")
     if stage not in stages:
         known = ", ".join(stages)
-        raise UsageError(f"--set {setting}: no stage {stage!r}, only {known}")
+        raise CommandError(f"--set {setting}: no stage {stage!r}, only {known}")
     try:
         return stage, field, json.loads(text)
     except json.JSONDecodeError:

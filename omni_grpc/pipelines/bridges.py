@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Protocol
 
 from omni_grpc.errors import ConfigError
-from omni_grpc.types import Payload, Prompt, TextDelta
+from omni_grpc.types import Payload, Prompt, Text, TextDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,11 @@ class BridgeContext:
 class Bridge(Protocol):
     """One request's bridge between two stages."""
 
-    def push(self, payload: Payload) -> Iterable[Payload]:
-        """What the next stage gets after this output of the source."""
+    def push(self, payload: Payload) -> Iterable[Payload | Prompt]:
+        """What the next stage gets after this output of the source: content, or a prompt for a stage
+        that takes prompts."""
 
-    def finish(self) -> Iterable[Payload]:
+    def finish(self) -> Iterable[Payload | Prompt]:
         """What it gets when the source has ended."""
 
 
@@ -83,10 +84,26 @@ class WholeText:
         return (TextDelta("".join(self._parts)),)
 
 
+class Question:
+    """Waits for the source's end and makes its whole text the prompt of the next stage."""
+
+    def __init__(self, context: BridgeContext) -> None:
+        self._parts: list[str] = []
+
+    def push(self, payload: Payload) -> Iterable[Prompt]:
+        if isinstance(payload, TextDelta):
+            self._parts.append(payload.text)
+        return ()
+
+    def finish(self) -> Iterable[Prompt]:
+        return (Prompt(Text("".join(self._parts))),)
+
+
 _BUILT_IN: dict[str, BridgeFactory] = {
     "forward": Forward,
     "spoken-text": SpokenText,
     "whole-text": WholeText,
+    "question": Question,
 }
 
 

@@ -7,16 +7,18 @@ written."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
-from omni_grpc.errors import InvalidField, NotSupported
+from omni_grpc.errors import NotSupported
 from omni_grpc.ipc import StageSpec, Task
+from omni_grpc.params import check_honoured
 from omni_grpc.stages.base import Inputs, Stage
 from omni_grpc.stages.voice.acoustic import SAMPLE_RATE, Acoustic, Frames
 from omni_grpc.stages.voice.clauses import ClauseSplitter
@@ -46,7 +48,8 @@ BLOCK_FRAMES = 40
 class _Codec(Stage[CodecParams]):
     """What both stages share: a pool of threads for the model, and one kind of parameters."""
 
-    takes: tuple[str, ...] = ()
+    takes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """The parameters that it honours, with their choices."""
 
     def __init__(self, spec: StageSpec) -> None:
         super().__init__(spec)
@@ -55,11 +58,7 @@ class _Codec(Stage[CodecParams]):
 
     async def prepare(self, task: Task) -> CodecParams:
         params = task.params if isinstance(task.params, CodecParams) else CodecParams()
-        for name in params.__struct_fields__:
-            if getattr(params, name) is not None and name not in self.takes:
-                raise InvalidField(
-                    f"params.{name}", f"stage {self.spec.stage!r} has no such setting"
-                )
+        check_honoured(params, self.takes, "params")
         return params
 
     async def close(self) -> None:
@@ -69,18 +68,17 @@ class _Codec(Stage[CodecParams]):
 class TalkerStage(_Codec):
     """Text in, acoustic frames out: one Tensors per utterance, with its `boundary` set."""
 
-    takes = ("voice", "speed")
+    takes: ClassVar[Mapping[str, tuple[str, ...]]] = {"voice": (VOICE,), "speed": ()}
 
     async def load(self) -> StageFacts:
         loop = asyncio.get_running_loop()
         self._acoustic = await loop.run_in_executor(None, Acoustic, Path(self.spec.model))
         await loop.run_in_executor(self._executor, self._acoustic.speak, "Warm up.")
-        return StageFacts(versions={"hibari-tts": metadata.version("hibari-tts")})
+        versions = {"hibari-tts": metadata.version("hibari-tts")}
+        return StageFacts(versions=versions, params=dict(self.takes))
 
     async def prepare(self, task: Task) -> CodecParams:
         params = await super().prepare(task)
-        if params.voice not in (None, VOICE):
-            raise InvalidField("params.voice", f"the only voice is {VOICE!r}")
         if task.prompt is not None:
             _prompt_text(task.prompt)
         return params
@@ -114,7 +112,10 @@ class DecoderStage(_Codec):
     """Acoustic frames in, sound out. The same frames and seed give the same samples, however they
     came."""
 
-    takes = ("seed", "encoding")
+    takes: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "seed": (),
+        "encoding": tuple(e.value for e in AudioEncoding),
+    }
 
     async def load(self) -> StageFacts:
         loop = asyncio.get_running_loop()
@@ -122,13 +123,11 @@ class DecoderStage(_Codec):
         return StageFacts(
             output_format=AudioFormat(SAMPLE_RATE),
             versions={"onnxruntime": metadata.version("onnxruntime")},
+            params=dict(self.takes),
         )
 
     async def prepare(self, task: Task) -> CodecParams:
         params = await super().prepare(task)
-        known = [encoding.value for encoding in AudioEncoding]
-        if params.encoding is not None and params.encoding not in known:
-            raise InvalidField("params.encoding", f"must be one of {', '.join(known)}")
         if task.prompt is not None:
             raise NotSupported("the decoder takes a talker's frames, not prompts")
         return params

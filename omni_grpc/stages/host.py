@@ -125,7 +125,7 @@ class Host:
                     target.window.give(message.bytes)
             case Abort():
                 if (target := self._jobs.get(message.task)) and target.runner:
-                    # Soon, not now: a task that is cancelled before its first step says no last word.
+                    # Soon, not now: cancelled before its first step, it would say no last word.
                     asyncio.get_running_loop().call_soon(target.runner.cancel)
             case Control():
                 call = asyncio.create_task(self._control(message))

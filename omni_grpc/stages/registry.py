@@ -10,6 +10,10 @@ from omni_grpc.stages.base import Stage
 
 _ENGINES = {
     "fake": "omni_grpc.stages.fake:FakeStage",
+    "diffusion": "omni_grpc.stages.diffusion:DiffusionStage",
+    "diffusers": "omni_grpc.stages.diffusers:DiffusersStage",
+    "whisper": "omni_grpc.stages.ear:EarStage",
+    "ocr": "omni_grpc.stages.reader:ReaderStage",
     "vllm": "omni_grpc.stages.vllm:VllmStage",
     "codec-talker": "omni_grpc.stages.codec:TalkerStage",
     "codec-decoder": "omni_grpc.stages.codec:DecoderStage",
