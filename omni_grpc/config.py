@@ -86,8 +86,8 @@ class StageConfig(Frozen):
         return self
 
     def identity(self) -> str:
-        """Equal for stages that can share replicas: same name, engine, model, arguments and placement.
-        What holds per request (defaults, bridges, outputs) may differ."""
+        """Equal for stages that can share replicas: same name, engine, model, arguments and
+        placement. What holds per request (defaults, bridges, outputs) may differ."""
         shared = {"name", "engine", "model", "devices", "replicas", "threads"}
         return self.model_dump_json(include=shared | {"environment", "engine_args"})
 
@@ -108,6 +108,8 @@ class PipelineConfig(Frozen):
     """What a prompt may hold."""
     prompts: tuple[Literal["text", "token_ids", "messages", "embeds"], ...] = ("text",)
     """The forms of `Prompt.content` that stage 0 takes."""
+    guidance: bool = False
+    """Whether a prompt may have a `negative_text`."""
     stages: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
     max_duration: Seconds = 600.0
     """Longest time that a request may take; also the deadline of one that brings none."""
@@ -154,6 +156,8 @@ class MediaPolicy(Frozen):
     """Of one picture or one frame."""
     max_frames: Annotated[int, Field(ge=1)] = 1024
     max_audio_s: Seconds = 600.0
+    max_decoded_bytes: Annotated[int, Field(ge=1)] = 512 << 20
+    """Most memory of one item once it is decoded."""
     http: bool = False
     """Whether http(s) URIs are read."""
     hosts: tuple[str, ...] = ()

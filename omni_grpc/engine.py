@@ -9,39 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from omni_grpc.config import ServerConfig
-from omni_grpc.errors import (
-    Draining,
-    InvalidField,
-    LoraNotFound,
-    NotImplementedYet,
-    NotSupported,
-    OmniError,
-    PipelineNotFound,
-    QueueFull,
-    Violation,
+from omni_grpc.admission import (
+    check_answers,
+    check_options,
+    check_prompt,
+    check_resumable,
+    requested_params,
+    resolve_chunk,
 )
+from omni_grpc.config import ServerConfig
+from omni_grpc.errors import Draining, NotResumable, PipelineNotFound, QueueFull
+from omni_grpc.lane import Feeder, Summary
 from omni_grpc.orchestrator import AbortOutcome, Orchestrator
-from omni_grpc.params import FIELD_BY_KIND, check_honoured, merge, parse_fake_script
+from omni_grpc.params import merge
 from omni_grpc.pool import SlotStatistics, StagePool
 from omni_grpc.run import Plan, Run
-from omni_grpc.topology import Pipeline, StageNode
-from omni_grpc.types import (
-    CustomParams,
-    Messages,
-    Params,
-    Prompt,
-    Request,
-    RequestOptions,
-    SamplingParams,
-    Tensor,
-    Text,
-    TokenIds,
-)
+from omni_grpc.topology import Pipeline
+from omni_grpc.types import Request, UpdateChunk
 
 ABORT_TIMEOUT_S = 5.0
 RETRY_S = 1.0
@@ -96,14 +84,16 @@ class Engine:
         needed = pipeline.needed(finals)
         check_prompt(request, pipeline)
         check_options(request.options, pipeline.entry)
-        requested, paths = _requested_params(request, pipeline)
+        requested, paths = requested_params(request.stage_params, pipeline, "stage_params")
         params = {}
         for node in pipeline.stages.values():
             path = paths.get(node.name, f"stage_params({node.name})")
             params[node.name] = merge(
                 node.defaults, requested.get(node.name), node.constraints, path
             )
-            _check_answers(params[node.name], node, needed, path)
+            check_answers(params[node.name], node, needed, path)
+        if request.resumable:
+            check_resumable(needed, params, "stage_params")
         limit = pipeline.config.max_duration
         return Plan(
             request=request if request.request_id else _with_id(request, f"req-{uuid.uuid4().hex}"),
@@ -121,6 +111,39 @@ class Engine:
             known = ", ".join(self.pipelines)
             raise PipelineNotFound(f"no pipeline {name!r} is served here, only {known}")
         return self.pipelines[name]
+
+    # ------------------------------------------------------------ input that streams
+
+    def attach(self, request_id: str) -> tuple[Run, Feeder]:
+        """The running request and its one feeder, to be used as a context manager.
+
+        Raises RequestNotFound, NotResumable, or FeederActive while there is another.
+        """
+        run = self.orchestrator.find(request_id)
+        if run.lane is None:
+            raise NotResumable(f"request {request_id!r} was not opened as resumable")
+        return run, run.lane.attach()
+
+    async def feed(self, run: Run, feeder: Feeder, updates: AsyncIterator[UpdateChunk]) -> Summary:
+        """Adds all chunks, then ends the input. Raises what refuses a chunk, or the request's own
+        error if it ends meanwhile; if it finishes, that is the summary's end too."""
+        assert run.lane is not None
+        lane = run.lane
+        chunks = (resolve_chunk(update, run.plan, lane) async for update in updates)
+        driving = asyncio.create_task(feeder.drive(chunks))
+        ending = asyncio.create_task(run.ended())
+        try:
+            await asyncio.wait((driving, ending), return_when=asyncio.FIRST_COMPLETED)
+            if driving.done():
+                return driving.result()
+            if run.error is not None:
+                raise run.error
+            feeder.summary.segments = lane.segments
+            return feeder.summary
+        finally:
+            driving.cancel()
+            ending.cancel()
+            await asyncio.gather(driving, ending, return_exceptions=True)
 
     async def abort(self, request_ids: list[str]) -> list[AbortOutcome]:
         """Aborts requests; returns when their stages are free, one outcome per id."""
@@ -153,103 +176,6 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 await self.orchestrator.idle()
         self.orchestrator.close_all(Draining("the server stopped"))
-
-
-def check_prompt(request: Request, pipeline: Pipeline) -> None:
-    """Whether the pipeline takes such a prompt."""
-    prompt = request.prompt
-    if request.resumable:
-        raise NotImplementedYet("resumable requests are not served yet")
-    if prompt.empty:
-        raise InvalidField("prompt", "is required")
-    form = _prompt_form(prompt)
-    if form is not None and form not in pipeline.config.prompts:
-        raise _unsupported(f"prompt.{form}", f"pipeline {pipeline.name!r} does not take {form}")
-    media = list(prompt.media)
-    if isinstance(prompt.content, Messages):
-        parts = (part for message in prompt.content.messages for part in message.parts)
-        media += [part for part in parts if not isinstance(part, Text)]
-    for item in media:
-        if item.modality not in pipeline.config.inputs:
-            raise _unsupported(
-                "prompt.media", f"pipeline {pipeline.name!r} does not take {item.modality.value}"
-            )
-    if prompt.negative_text is not None:
-        raise _unsupported("prompt.negative_text", f"pipeline {pipeline.name!r} has no guidance")
-
-
-def _prompt_form(prompt: Prompt) -> str | None:
-    match prompt.content:
-        case Text():
-            return "text"
-        case TokenIds():
-            return "token_ids"
-        case Messages():
-            return "messages"
-        case Tensor():
-            return "embeds"
-    return None
-
-
-def check_options(options: RequestOptions, entry: StageNode) -> None:
-    """Whether stage 0 can honour what goes with the prompt."""
-    if options.lora is not None:
-        raise LoraNotFound(f"stage {entry.name!r} has no adapter {options.lora!r}")
-    if entry.config.engine == "vllm":
-        return
-    for name in (
-        "priority",
-        "data_parallel_rank",
-        "reasoning_ended",
-        "tokenization",
-        "cache_salt",
-    ):
-        if getattr(options, name) is not None:
-            raise _unsupported(name, f"engine {entry.config.engine!r} cannot honour it")
-
-
-def _requested_params(
-    request: Request, pipeline: Pipeline
-) -> tuple[dict[str, Params], dict[str, str]]:
-    requested: dict[str, Params] = {}
-    paths: dict[str, str] = {}
-    for place, entry in enumerate(request.stage_params):
-        where = f"stage_params[{place}]"
-        if entry.stage not in pipeline.stages:
-            known = ", ".join(pipeline.stages)
-            raise InvalidField(
-                f"{where}.stage",
-                f"pipeline {pipeline.name!r} has no stage {entry.stage!r}, only {known}",
-            )
-        if entry.stage in requested:
-            raise InvalidField(f"{where}.stage", f"stage {entry.stage!r} is repeated")
-        node = pipeline.stages[entry.stage]
-        given = FIELD_BY_KIND[type(entry.params)]
-        if not isinstance(entry.params, node.kind):
-            raise InvalidField(
-                f"{where}.{given}", f"stage {entry.stage!r} takes {node.params_field!r} parameters"
-            )
-        path = f"{where}.{given}"
-        if node.config.engine == "fake" and isinstance(entry.params, CustomParams):
-            parse_fake_script(entry.params.values, path)
-        honoured = node.pool.facts.params
-        if honoured is not None and not isinstance(entry.params, CustomParams):
-            check_honoured(entry.params, honoured, path)
-        requested[entry.stage], paths[entry.stage] = entry.params, path
-    return requested, paths
-
-
-def _check_answers(
-    params: Params, node: StageNode, needed: tuple[StageNode, ...], path: str
-) -> None:
-    if isinstance(params, SamplingParams) and (params.n or 1) > 1:
-        taken = [other.name for other in needed if node.name in other.config.inputs]
-        if taken:
-            raise InvalidField(f"{path}.n", f"must be 1 where stage {taken[0]!r} takes the answer")
-
-
-def _unsupported(field: str, description: str) -> OmniError:
-    return NotSupported(f"{field}: {description}", violations=(Violation(field, description),))
 
 
 def _with_id(request: Request, request_id: str) -> Request:

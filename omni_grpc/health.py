@@ -1,9 +1,10 @@
 """From the pools' state to health names and the reflection services.
 
-""  omni_grpc.v1.OmniService  omni-readiness     every stage has a replica that serves, not draining
-omni-startup                                     every stage was ready once omni-liveness
-the loop answers, no stage is beyond its restart budget stage/<name>
-that stage has a replica that serves"""
+"", omni_grpc.v1.OmniService, omni-readiness   every stage has a ready replica, not draining
+omni-startup                                   every stage was ready once
+omni-liveness                                  the loop answers, no slot is beyond its budget
+stage/<name>                                   that stage has a ready replica
+"""
 
 from __future__ import annotations
 

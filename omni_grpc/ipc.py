@@ -7,10 +7,12 @@ across hosts.
 
 The life of a replica, seen from the server:
 
-    ← Hello → Start ← Ready | StartFailed      then, at any time: ← Heartbeat, → Stop → Submit ←
-    Admitted | Refused              a task's prepare → Feed*  ← Emitted*  → Credit*
-    input and output, in order → Abort  ← Ended                           exactly one Ended for each
-    admitted task, the last word on it → Control ← ControlDone
+    ← Hello → Start ← Ready | StartFailed     then, at any time: ← Heartbeat, → Stop
+    → Submit ← Admitted | Refused             a task's prepare
+    → Feed* ← Emitted* → Credit*              input and output, in order
+    → Feed with a number ← Fed                a client's chunk, checked before it counts
+    → Abort ← Ended                           one Ended per admitted task, the last word on it
+    → Control ← ControlDone
 """
 
 from __future__ import annotations
@@ -65,8 +67,10 @@ class Task(msgspec.Struct, frozen=True):
     """One request's work at one stage.
 
     `id` is unique over the server's life, so late messages about an old task meet nobody. `prompt`
-    is set at stage 0 only; later stages live on Feeds. `streaming`: more input comes by Feed.
-    `timeout_s` is what is left of the request's deadline when the task is sent."""
+    is what the task begins with, if it begins with one. `streaming`: more input comes by Feed.
+    `resumable`: the input comes in segments, all of it by Feed, and each is answered at its end.
+    `timeout_s` is what is left of the request's deadline when the task is sent.
+    """
 
     id: int
     request_id: str
@@ -74,6 +78,7 @@ class Task(msgspec.Struct, frozen=True):
     timeout_s: float
     prompt: Prompt | None = None
     streaming: bool = False
+    resumable: bool = False
     options: RequestOptions = RequestOptions()
 
 
@@ -93,9 +98,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Feed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """More input of a task. `end`: there is no more after it."""
+    """More input of a task. `end`: there is no more after it. `number`: the stage checks it first
+    and answers with Fed; set for what a client sends. `params` hold for the segment that begins."""
 
     task: int
+    number: int | None = None
     payload: Payload | None = None
     prompt: Prompt | None = None
     params: Params | None = None
@@ -165,6 +172,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     error: ErrorRecord
 
 
+class Fed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """What became of a numbered Feed. `error`: it was refused, and the task is as it was before."""
+
+    task: int
+    number: int
+    error: ErrorRecord | None = None
+
+
 class Emitted(msgspec.Struct, frozen=True, tag=True):
     """An output of a task."""
 
@@ -195,7 +210,16 @@ class ControlDone(msgspec.Struct, frozen=True, tag=True):
 
 
 FromReplica = (
-    Hello | Ready | StartFailed | Admitted | Refused | Emitted | Ended | Heartbeat | ControlDone
+    Hello
+    | Ready
+    | StartFailed
+    | Admitted
+    | Refused
+    | Fed
+    | Emitted
+    | Ended
+    | Heartbeat
+    | ControlDone
 )
 
 Out = TypeVar("Out")

@@ -1,9 +1,9 @@
-"""Parameters of a stage: which kind an engine takes, and how defaults, request and constraints
-become one set.
+"""Parameters of a stage: which kind an engine takes, and how three sources become one set.
 
-defaults     of the pipeline hold where the request sets nothing constraints  of the pipeline fill
-what is unset; a request that sets something else is refused; required stop
-             tokens and strings are added
+defaults     of the pipeline hold where the request sets nothing
+request      what the caller sets
+constraints  of the pipeline fill what is unset; a request that sets something else is refused;
+             required stop tokens and strings are added
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""One replica, seen from the server: a spawned process that hosts one stage, and the tasks that it
-holds.
+"""One replica, seen from the server: a spawned process that hosts one stage, and its tasks.
 
-    STARTING → READY → STOPPING → GONE         GONE from any state, when the process ends or shows
-    no sign of life
+    STARTING → READY → STOPPING → GONE     and GONE from any state, when the process ends or shows
+                                           no sign of life
 
-Each task has a sink that hears its life in order: `on_admitted` or `on_refused`, then `on_output`s,
-then exactly one of `on_ended` and `on_lost`. A task counts as running until the replica says that
-nothing of it is left."""
+Each task has a sink that hears its life in order: `on_admitted` or `on_refused`, then `on_output`s
+and `on_fed`s, then exactly one of `on_ended` and `on_lost`. A task counts as running until the
+replica says that nothing of it is left.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from omni_grpc.ipc import (
     Credit,
     Emitted,
     Ended,
+    Fed,
     Feed,
     FromReplica,
     Heartbeat,
@@ -81,6 +82,9 @@ class TaskSink(Protocol):
     def on_refused(self, error: OmniError) -> None:
         """The task was not taken. The last word."""
 
+    def on_fed(self, number: int, error: OmniError | None) -> None:
+        """A numbered Feed was taken, or refused with `error` and left no trace."""
+
     def on_output(self, output: StageOutput) -> None:
         """The task gave something."""
 
@@ -111,9 +115,11 @@ class TaskHandle:
         params: Params | None = None,
         end_of_segment: bool = False,
         end: bool = False,
+        number: int | None = None,
     ) -> None:
-        """Sends more input. `end`: there is no more after it."""
-        self.replica.send(Feed(self.id, payload, prompt, params, end_of_segment, end))
+        """Sends more input. `end`: there is no more after it. With a `number` the sink hears what
+        became of it."""
+        self.replica.send(Feed(self.id, number, payload, prompt, params, end_of_segment, end))
 
     def abort(self) -> None:
         """Asks the replica to stop the task; the sink's last word comes when all is freed."""
@@ -368,6 +374,10 @@ class Replica:
                 if handle := self._tasks.pop(task_id, None):
                     error = OmniError.from_record(record_or_none) if record_or_none else None
                     handle.sink.on_ended(error)
+            case Fed(task_id, number, record_or_none):
+                if handle := self._tasks.get(task_id):
+                    error = OmniError.from_record(record_or_none) if record_or_none else None
+                    handle.sink.on_fed(number, error)
             case Heartbeat():
                 self._statistics, self._sampled = message.statistics, self._loop.time()
             case _:

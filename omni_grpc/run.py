@@ -17,6 +17,7 @@ from typing import Any
 
 from omni_grpc.errors import (
     DeadlineExceeded,
+    InputTimeout,
     InternalError,
     OmniError,
     ReplicaLost,
@@ -24,14 +25,17 @@ from omni_grpc.errors import (
     Violation,
 )
 from omni_grpc.ipc import Task
-from omni_grpc.outbox import Cutter, Outbox
-from omni_grpc.pipelines.bridges import Bridge, BridgeContext
+from omni_grpc.lane import Chunk, Lane
+from omni_grpc.outbox import Outbox
+from omni_grpc.pipelines.bridges import BridgeContext
 from omni_grpc.replica import TaskHandle, new_task_id
+from omni_grpc.stage_run import StageRun
 from omni_grpc.topology import Pipeline, StageNode
 from omni_grpc.types import (
     Accepted,
     Event,
     Finished,
+    FinishReason,
     Output,
     Params,
     Payload,
@@ -72,62 +76,6 @@ class Numbered:
     event: Event
 
 
-class StageRun:
-    """One stage's part in a Run: the sink of its task, and the bridges behind it."""
-
-    def __init__(self, run: Run, node: StageNode, sources: frozenset[str]) -> None:
-        self.node = node
-        self.handle: TaskHandle | None = None
-        self.holds = False
-        """Whether the replica still holds the task."""
-        self.ended = False
-        self.final = False
-        self.consumers: list[tuple[StageRun, Bridge]] = []
-        self.cutter = Cutter()
-        self.started_at: float | None = None
-        self.ended_at: float | None = None
-        self._run = run
-        self._open_sources = set(sources)
-
-    # The sink. Whatever goes wrong in handling one message ends this one request.
-
-    def on_admitted(self, prepare_ms: float) -> None:
-        self._contained(self._run.stage_admitted, self, prepare_ms)
-
-    def on_refused(self, error: OmniError) -> None:
-        self.holds = False
-        self._contained(self._run.stage_refused, self, error)
-        self._run.stage_released()
-
-    def on_output(self, output: StageOutput) -> None:
-        self._contained(self._run.stage_output, self, output)
-
-    def on_ended(self, error: OmniError | None) -> None:
-        self.holds = False
-        self._contained(self._run.stage_ended, self, error)
-        self._run.stage_released()
-
-    def on_lost(self) -> None:
-        self.holds = False
-        self._contained(self._run.stage_lost, self)
-        self._run.stage_released()
-
-    def _contained(self, handler: Callable[..., None], *arguments: Any) -> None:
-        try:
-            handler(*arguments)
-        except OmniError as error:
-            self._run.close(error)
-        except Exception:
-            log.exception("request %s: stage %s", self._run.request_id, self.node.name)
-            self._run.close(InternalError("internal error"))
-
-    def source_ended(self, source: str) -> None:
-        """A source has given everything; with the last one this stage's input ends."""
-        self._open_sources.discard(source)
-        if not self._open_sources:
-            self._run.ensure_started(self).feed(end=True)
-
-
 class Run:
     """One admitted or soon to be admitted request. One reader iterates it with `next`."""
 
@@ -141,25 +89,28 @@ class Run:
         self._deadline_at = self._loop.time() + plan.timeout_s
         self._on_close = on_close
         self._outbox = Outbox(queue_bytes)
+        self.lane = Lane(self, self._touched) if plan.request.resumable else None
+        """The input of a resumable request."""
         self._next_seq = 0
         self._stages = self._build_stages()
         self._admission: asyncio.Future[None] = self._loop.create_future()
         self._released = asyncio.Event()
+        self._closed_event = asyncio.Event()
         self._emitted = False
-        self._finishes: list[StageFinish] = []
+        self._finishes: dict[tuple[str, int], StageFinish] = {}
+        self._touched_at = self._loop.time()
+        self._chunk: Chunk | None = None
         self._usage = Usage()
         self._submitted_at = 0.0
         self._preprocess_ms = 0.0
         self._queue_wait_ms = 0.0
         self._first_output_ms: dict[str, float] = {}
         self._timer = self._loop.call_later(plan.timeout_s, self._expire)
+        self._input_timer: asyncio.TimerHandle | None = None
 
     def _build_stages(self) -> dict[str, StageRun]:
         needed = {node.name for node in self.plan.needed}
-        stages = {
-            node.name: StageRun(self, node, frozenset(node.config.inputs))
-            for node in self.plan.needed
-        }
+        stages = {node.name: StageRun(self, node) for node in self.plan.needed}
         for stage in stages.values():
             stage.final = stage.node in self.plan.finals
             for target in stage.node.consumers:
@@ -179,9 +130,13 @@ class Run:
         Raises what refused it. On any error, and when cancelled, the run is closed and nothing is
         left."""
         try:
-            entry = self._stages[self.plan.pipeline.entry.name]
             self._submitted_at = time.perf_counter()
-            self._submit(entry)
+            self._submit(self._entry)
+            if self.lane is not None:
+                # Its prompt is input like any other: what refuses it refuses the request.
+                if not self.plan.request.prompt.empty:
+                    await self.lane.begin(self.plan.request.prompt)
+                self._watch_input()
             await self._admission
         except OmniError as error:
             self.close(error)
@@ -189,6 +144,10 @@ class Run:
         except BaseException:
             self.close(InternalError("internal error"))
             raise
+
+    @property
+    def _entry(self) -> StageRun:
+        return self._stages[self.plan.pipeline.entry.name]
 
     def _accepted(self) -> Accepted:
         plan = self.plan
@@ -202,30 +161,20 @@ class Run:
         )
 
     def _submit(self, stage: StageRun, prompt: Prompt | None = None) -> TaskHandle:
-        request, entry = self.plan.request, stage.node is self.plan.pipeline.entry
+        request, entry = self.plan.request, stage is self._entry
+        if entry and not request.resumable:
+            prompt = request.prompt
         task = Task(
             id=new_task_id(),
             request_id=self.request_id,
             params=self.plan.params[stage.node.name],
             timeout_s=max(0.0, self._deadline_at - self._loop.time()),
-            prompt=request.prompt if entry else prompt,
-            streaming=request.resumable if entry else True,
+            prompt=prompt,
+            streaming=request.resumable or not entry,
+            resumable=request.resumable,
             options=request.options if entry else RequestOptions(),
         )
-        stage.handle = stage.node.pool.acquire().submit(task, stage)
-        stage.holds = True
-        stage.started_at = time.perf_counter()
-        return stage.handle
-
-    def hand_on(self, stage: StageRun, items: Iterable[Payload | Prompt]) -> None:
-        """Gives a stage its next input. A prompt is the beginning of a task, or of its next segment."""
-        for item in items:
-            if not isinstance(item, Prompt):
-                self.ensure_started(stage).feed(item)
-            elif stage.handle is None:
-                self.ensure_started(stage, item)
-            else:
-                stage.handle.feed(prompt=item)
+        return stage.began(stage.node.pool.acquire().submit(task, stage))
 
     def ensure_started(self, stage: StageRun, prompt: Prompt | None = None) -> TaskHandle:
         """The stage's task, submitted now if it was not."""
@@ -236,11 +185,68 @@ class Run:
             # client.
             raise (ReplicaLost(error.message) if self._emitted else error) from None
 
+    def _hand_on(self, stage: StageRun, items: Iterable[Payload | Prompt]) -> None:
+        """Gives a stage its next input. Where there are no segments, a prompt is what a task
+        begins with."""
+        for item in items:
+            if not isinstance(item, Prompt):
+                stage.feed(item)
+            elif stage.handle is None and not self.plan.request.resumable:
+                self.ensure_started(stage, item)
+            else:
+                stage.feed(prompt=item)
+
+    # ------------------------------------------------------------ input
+
+    def send_chunk(self, number: int, chunk: Chunk, *, end: bool) -> None:
+        """Sends a client's chunk to stage 0; the parameters of its segment go where they belong."""
+        self._chunk = chunk
+        segment = self.lane.segments if self.lane is not None else 0
+        for name, params in chunk.params.items():
+            if name in self._stages:
+                self._stages[name].segment_params[segment] = params
+        self._entry.feed(
+            chunk.payload,
+            prompt=chunk.prompt,
+            end_of_segment=chunk.end_of_segment,
+            end=end,
+            number=number,
+        )
+
+    def stage_fed(self, stage: StageRun, number: int, error: OmniError | None) -> None:
+        """Stage 0's word on a client's chunk."""
+        if self.lane is None or self.closed:
+            return
+        if error is not None:
+            error = self._placed(stage, error, self._chunk)
+        self.lane.answered(number, error)
+
+    def _touched(self) -> None:
+        self._touched_at = self._loop.time()
+
+    def _watch_input(self) -> None:
+        """Ends a request whose input stays away for `input_timeout` while nothing else happens."""
+        assert self.lane is not None
+        if self.closed or self.lane.ended:
+            return
+        limit = self.plan.pipeline.config.input_timeout
+        idle = self._loop.time() - self._touched_at
+        if idle >= limit and self.lane.waits:
+            self.close(InputTimeout(f"no input came for {limit:g} s"))
+        else:
+            self._input_timer = self._loop.call_later(
+                max(limit - idle, limit / 20), self._watch_input
+            )
+
+    async def ended(self) -> None:
+        """Returns when the run is closed."""
+        await self._closed_event.wait()
+
     # ------------------------------------------------------------ what stages say
 
     def stage_admitted(self, stage: StageRun, prepare_ms: float) -> None:
         """A stage has taken its task; at stage 0 this is the request's admission."""
-        if self.closed or stage.node is not self.plan.pipeline.entry:
+        if self.closed or stage is not self._entry:
             return
         waited = (time.perf_counter() - self._submitted_at) * 1e3
         self._preprocess_ms = prepare_ms
@@ -255,18 +261,18 @@ class Run:
         """A stage did not take its task."""
         self.close(self._placed(stage, error))
 
-    def _placed(self, stage: StageRun, error: OmniError) -> OmniError:
-        """The error with the request's own paths: a stage knows its parameters as "params" only."""
-        path = self.plan.params_paths.get(stage.node.name, f"stage_params({stage.node.name})")
-        if any(v.field.startswith("params.") for v in error.violations):
-            places = [
-                Violation(path + v.field.removeprefix("params"), v.description)
-                if v.field.startswith("params.")
-                else v
-                for v in error.violations
-            ]
-            error.violations = tuple(places)
-            error.message = "; ".join(f"{v.field}: {v.description}" for v in places[:5])
+    def _placed(self, stage: StageRun, error: OmniError, chunk: Chunk | None = None) -> OmniError:
+        """The error with the client's own paths: a stage knows "params" and "prompt" only, of the
+        request or of the chunk that it refuses."""
+        paths, root = self.plan.params_paths, ""
+        if chunk is not None and chunk.seq >= 0:
+            paths, root = paths | chunk.paths, "chunk."
+        params = paths.get(stage.node.name, f"stage_params({stage.node.name})")
+        if error.violations:
+            error.violations = tuple(
+                Violation(_place(v.field, params, root), v.description) for v in error.violations
+            )
+            error.message = "; ".join(f"{v.field}: {v.description}" for v in error.violations[:5])
         return error
 
     def stage_output(self, stage: StageRun, output: StageOutput) -> None:
@@ -281,13 +287,21 @@ class Run:
                 self._emit(stage, output)
             if output.index == 0:
                 for consumer, bridge in stage.consumers:
-                    self.hand_on(consumer, bridge.push(output.payload))
+                    self._hand_on(consumer, bridge.push(output.payload))
         if output.progress is not None:
             self._put(StageProgress(stage.node.name, output.progress))
-        if output.segment_end and output.finish is not None and stage.final:
-            self._put(SegmentEnd(output.segment, stage.node.name, output.finish.reason))
-        elif output.finish is not None:
-            self._finishes.append(StageFinish(stage.node.name, output.index, output.finish))
+        if output.finish is not None:
+            finish = StageFinish(stage.node.name, output.index, output.finish)
+            self._finishes[stage.node.name, output.index] = finish
+            if output.segment_end:
+                self._segment_ended(stage, output.segment, output.finish.reason)
+
+    def _segment_ended(self, stage: StageRun, segment: int, reason: FinishReason) -> None:
+        self._touched()
+        self._put(SegmentEnd(segment, stage.node.name, reason))
+        for consumer, bridge in stage.consumers:
+            self._hand_on(consumer, bridge.finish())
+            consumer.source_segment_ended(stage.node.name)
 
     def _emit(self, stage: StageRun, output: StageOutput) -> None:
         assert output.payload is not None and stage.node.config.output is not None
@@ -295,6 +309,7 @@ class Run:
         if modality not in self._first_output_ms:
             self._first_output_ms[modality] = (time.perf_counter() - self.arrived_at) * 1e3
         self._emitted = True
+        self._touched()
         for content in stage.cutter.cut(output.payload):
             self._put(Output(stage.node.name, output.index, output.segment, content))
 
@@ -315,7 +330,7 @@ class Run:
             return
         stage.ended, stage.ended_at = True, time.perf_counter()
         for consumer, bridge in stage.consumers:
-            self.hand_on(consumer, bridge.finish())
+            self._hand_on(consumer, bridge.finish())
             consumer.source_ended(stage.node.name)
         if all(s.ended for s in self._stages.values() if s.final):
             self._put(self._finished())
@@ -349,7 +364,7 @@ class Run:
         delivered = Usage(
             audio_samples=sum(c.samples for c in finals), frames=sum(c.frames for c in finals)
         )
-        return Finished(tuple(self._finishes), self._usage + delivered, timings)
+        return Finished(tuple(self._finishes.values()), self._usage + delivered, timings)
 
     # ------------------------------------------------------------ the reader
 
@@ -389,11 +404,16 @@ class Run:
             # Nobody may be waiting (the caller was cancelled): then there is nobody to tell.
             self._admission.set_exception(error or InternalError("internal error"))
             self._admission.exception()
+        if self._input_timer is not None:
+            self._input_timer.cancel()
+        if self.lane is not None:
+            self.lane.close(error)
         self._outbox.close(discard=error is not None)
         for stage in self._stages.values():
             if stage.holds and stage.handle is not None:
                 stage.handle.abort()
         self._on_close(self)
+        self._closed_event.set()
         self.stage_released()
 
     def stage_released(self) -> None:
@@ -414,3 +434,10 @@ class Run:
             "queued_bytes": self._outbox.bytes,
             "held_by": [name for name, stage in self._stages.items() if stage.holds],
         }
+
+
+def _place(field: str, params: str, root: str) -> str:
+    head, dot, rest = field.partition(".")
+    if head == "params":
+        return params + dot + rest
+    return root + field if head == "prompt" else field

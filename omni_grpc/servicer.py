@@ -13,6 +13,7 @@ from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.wire.events import encode_event
 from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
 from omni_grpc.wire.requests import decode_abort, decode_request
+from omni_grpc.wire.updates import decode_chunks, decode_header
 
 TRACE_KEYS = ("traceparent", "tracestate")
 
@@ -52,8 +53,17 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     async def StreamingUpdate(
         self, request: AsyncIterator[service_pb2.StreamingUpdateRequest], context: Context
     ) -> service_pb2.StreamingUpdateResponse:
-        """Not served yet."""
-        raise NotImplementedYet("StreamingUpdate is not served yet")
+        """Feeds a resumable request. Breaking off leaves it waiting for another feeder."""
+        request_id = await decode_header(request)
+        set_request_id(request_id)
+        run, feeder = self._engine.attach(request_id)
+        with feeder:
+            summary = await self._engine.feed(run, feeder, decode_chunks(request))
+        return service_pb2.StreamingUpdateResponse(
+            accepted_chunks=summary.accepted_chunks,
+            duplicate_chunks=summary.duplicate_chunks,
+            segments=summary.segments,
+        )
 
     async def SubmitInteraction(
         self, request: AsyncIterator[service_pb2.SubmitInteractionRequest], context: Context

@@ -15,9 +15,13 @@ from omni_grpc.types import (
     AudioEncoding,
     AudioFormat,
     CodecParams,
+    DiffusionParams,
+    ImageFormat,
+    MediaFormat,
     Modality,
     OutputFormat,
     Params,
+    VideoFormat,
 )
 
 
@@ -89,10 +93,27 @@ class Pipeline:
     def output_format(self, node: StageNode, params: Params | None = None) -> OutputFormat:
         """The form of a final output with these parameters, as far as it is known beforehand."""
         assert node.config.output is not None
-        form = node.pool.facts.output_format
-        if isinstance(form, AudioFormat) and isinstance(params, CodecParams) and params.encoding:
-            form = AudioFormat(form.sample_rate_hz, form.channels, AudioEncoding(params.encoding))
+        form = _with_params(node.pool.facts.output_format, params)
         return OutputFormat(node.name, node.config.output, form)
+
+
+def _with_params(form: MediaFormat | None, params: Params | None) -> MediaFormat | None:
+    match form, params:
+        case AudioFormat(), CodecParams(encoding=str(encoding)):
+            return AudioFormat(form.sample_rate_hz, form.channels, AudioEncoding(encoding))
+        case (ImageFormat() | VideoFormat()), DiffusionParams(output_mime_type="tensor"):
+            return None
+        case ImageFormat(), DiffusionParams():
+            mime_type = params.output_mime_type or form.mime_type
+            return ImageFormat(mime_type, params.width or form.width, params.height or form.height)
+        case VideoFormat(), DiffusionParams():
+            return VideoFormat(
+                params.output_mime_type or form.mime_type,
+                params.width or form.width,
+                params.height or form.height,
+                params.fps or form.fps,
+            )
+    return form
 
 
 def build_pipeline(config: PipelineConfig, pools: Mapping[str, StagePool]) -> Pipeline:

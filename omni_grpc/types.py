@@ -314,6 +314,24 @@ class Request(msgspec.Struct, frozen=True):
     timeout_s: float | None = None
 
 
+class AudioInput(msgspec.Struct, frozen=True):
+    """A piece of sound that is fed; `format` None: that of the first one."""
+
+    data: bytes
+    format: AudioFormat | None = None
+
+
+class UpdateChunk(msgspec.Struct, frozen=True):
+    """A piece of a resumable request's input, as a client sends it; one of text, prompt, audio."""
+
+    seq: int
+    text: str | None = None
+    prompt: Prompt | None = None
+    audio: AudioInput | None = None
+    stage_params: tuple[StageParams, ...] = ()
+    end_of_segment: bool = False
+
+
 # ---------------------------------------------------------------- what stages give
 
 
@@ -427,21 +445,24 @@ class StageOutput(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class StageFacts(msgspec.Struct, frozen=True):
     """What a loaded stage tells of itself. `params`: the parameters that it honours, each with its
-    choices if it has some; None: the stage judges for itself."""
+    choices if it has some; None: the stage judges for itself. `resumable`: it takes segments."""
 
     output_format: AudioFormat | ImageFormat | VideoFormat | None = None
     context_tokens: int = 0
     capacity: int | None = None
     versions: dict[str, str] = {}
     params: dict[str, tuple[str, ...]] | None = None
+    resumable: bool = False
 
 
 class StageStatistics(msgspec.Struct, frozen=True):
-    """A stage's own view of its load; None is not known."""
+    """A stage's own view of its load; None is not known. `counters` count from the stage's start,
+    by names of its own."""
 
     waiting: int | None = None
     work_left: float | None = None
     kv_cache_use: float | None = None
+    counters: dict[str, int] = {}
 
 
 # ---------------------------------------------------------------- events of a request

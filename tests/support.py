@@ -51,8 +51,8 @@ class RichError(NamedTuple):
     trailers: dict[str, str | bytes]
 
 
-def rich_error(error: grpc.aio.AioRpcError) -> RichError:
-    """What the status and its details say."""
+def rich_error(error: Any) -> RichError:
+    """What the status and its details say: of an AioRpcError, or of a call that failed."""
     trailers = dict(error.trailing_metadata() or ())
     reason, domain, violations, retry = "", "", {}, None
     try:
@@ -234,3 +234,23 @@ def client(server: Server, *options: tuple[str, Any]) -> grpc.aio.Channel:
 def stub_of(channel: grpc.aio.Channel) -> Any:
     """The service's stub."""
     return service_pb2_grpc.OmniServiceStub(channel)
+
+
+async def stream(server: Server, method: str, messages: Sequence[bytes]) -> RichError | None:
+    """Sends a stream of messages; how the call fails, None for a success.
+
+    From a thread: grpcio's asyncio client makes INTERNAL of its own of whatever status the server
+    ends a call with while the client still writes."""
+
+    def call() -> RichError | None:
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            path = f"/omni_grpc.v1.OmniService/{method}"
+            answers = channel.stream_stream(path)(iter(messages), timeout=5)
+            try:
+                for _ in answers:
+                    pass
+            except grpc.RpcError:
+                return rich_error(answers)
+        return None
+
+    return await asyncio.to_thread(call)

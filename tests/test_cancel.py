@@ -217,7 +217,7 @@ async def stalled(served: Served, **fields: Any) -> Any:
     call = served.stub.AddRequest(
         ask(stage_params=FLOOD, output_modalities=[AUDIO], **fields), timeout=60
     )
-    assert (await call.read()).HasField("accepted")
+    assert (await anext(aiter(call))).HasField("accepted")
     await eventually(blocked_on_write(served.server), 10)
     return call
 
@@ -304,7 +304,7 @@ async def test_an_id_is_in_flight_until_its_client_has_everything(serve: Serve) 
     scripts = [script("audio", outputs=400, bytes=52_428)]
     fields: dict[str, Any] = {"request_id": "late", "output_modalities": [AUDIO]}
     call = served.stub.AddRequest(ask(stage_params=scripts, **fields), timeout=60)
-    assert (await call.read()).HasField("accepted")
+    assert (await anext(aiter(call))).HasField("accepted")
     await eventually(lambda: in_flight(served.server) == 0, 15)
     async with client(served.server) as channel:
         other = stub_of(channel)

@@ -34,7 +34,7 @@ from omni_grpc_client import (
     ServerLimits,
     StageInfo,
 )
-from tests.support import eventually, freed, in_flight
+from tests.support import IMAGE, eventually, freed, in_flight
 
 COMMAND = Path(sys.executable).parent / "omni-grpc"
 # Wide enough that no line is wrapped, and without colours.
@@ -69,6 +69,11 @@ async def omni(*arguments: str, stdin: str = "") -> Result:
     async with started(*arguments, stdin=PIPE) as process:
         out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 20)
         return Result(process.returncode, out.decode(), err.decode())
+
+
+def names(folder: Path) -> set[str]:
+    """What lies in a folder."""
+    return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -112,9 +117,10 @@ async def test_outputs_go_to_files_by_extension(target: str, tmp_path: Path) -> 
     with wave.open(str(sound)) as file:
         assert (file.getframerate(), file.getnframes()) == (24000, 7200)
         assert any(file.readframes(7200))
-    assert Image.open(picture).size == (32, 32)
+    with Image.open(picture) as image:
+        assert image.size == (32, 32)
     assert text.read_text() == "hello big world"
-    assert sorted(tmp_path.iterdir()) == sorted([sound, picture, text])
+    assert names(tmp_path) == {"a.wav", "a.PNG", "a.txt"}
     assert "0.30 s of audio" in result.err and f"wrote {sound}" in result.err
 
 
@@ -151,7 +157,24 @@ async def test_a_failed_call_leaves_files_as_they_were(target: str, tmp_path: Pa
     assert result.code == 1
     assert "omni-grpc: INTERNAL STAGE_ERROR: stage 'audio' failed" in result.err
     assert old.read_text() == "precious"
-    assert list(tmp_path.iterdir()) == [old]
+    assert names(tmp_path) == {"old.wav"}
+
+
+async def test_an_output_that_never_came_is_a_failure(target: str, tmp_path: Path) -> None:
+    outs = [f"--out={tmp_path / name}" for name in ("a.txt", "a.wav", "a.png")]
+    result = await omni("generate", "x", *outs, "--set", "image.outputs=0", "--target", target)
+    assert result.code == 1
+    assert f"omni-grpc: {tmp_path / 'a.png'}: not written, no image came" in result.err
+    assert not names(tmp_path), "all files or none"
+
+
+async def test_silence_is_a_file_without_samples(target: str, tmp_path: Path) -> None:
+    outs = [f"--out={tmp_path / name}" for name in ("a.txt", "a.wav")]
+    result = await omni("generate", "x", *outs, "--set", "text.outputs=0", "--target", target)
+    assert (result.code, result.out) == (0, ""), result.err
+    with wave.open(str(tmp_path / "a.wav")) as file:
+        assert (file.getnframes(), file.getframerate()) == (0, 24000)
+    assert (tmp_path / "a.txt").read_bytes() == b""
 
 
 async def test_ctrl_c_aborts_the_request(echo_server: Server, target: str, tmp_path: Path) -> None:
@@ -165,7 +188,7 @@ async def test_ctrl_c_aborts_the_request(echo_server: Server, target: str, tmp_p
     assert process.returncode == 130
     assert err.decode().strip() == "omni-grpc: interrupted"
     await eventually(lambda: in_flight(echo_server) == 0)
-    assert not list(tmp_path.iterdir())
+    assert not names(tmp_path)
 
 
 async def test_a_reader_that_has_enough_ends_the_call(echo_server: Server, target: str) -> None:
@@ -283,15 +306,15 @@ class Painter(service_pb2_grpc.OmniServiceServicer):
     ) -> service_pb2.GetServerInfoResponse:
         pipeline = info_pb2.PipelineInfo(
             name="painter",
-            stages=[info_pb2.StageInfo(name="paint", engine="diffusion", output=3)],
-            outputs=[{"stage": "paint", "modality": 3}],
+            stages=[info_pb2.StageInfo(name="paint", engine="diffusion", output=IMAGE)],
+            outputs=[{"stage": "paint", "modality": IMAGE}],
         )
         return service_pb2.GetServerInfoResponse(default_pipeline="painter", pipelines=[pipeline])
 
     async def AddRequest(
         self, request: service_pb2.AddRequestRequest, context: Any
     ) -> AsyncIterator[service_pb2.AddRequestResponse]:
-        assert request.output_modalities == [3], "no text from a pipeline that has none"
+        assert request.output_modalities == [IMAGE], "no text from a pipeline that has none"
         assert request.stage_params[0].diffusion.seed == 7
         image = {"data": b"png", "mime_type": "image/png", "last": True}
         events: list[dict[str, Any]] = [

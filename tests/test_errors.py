@@ -36,6 +36,7 @@ from tests.support import (
     rich_error,
     script,
     started,
+    stream,
     stub_of,
     texts,
 )
@@ -249,22 +250,16 @@ async def test_a_resumable_request_is_not_served_yet(stub: Any) -> None:
     assert_is(error, S.UNIMPLEMENTED, "NOT_IMPLEMENTED")
 
 
-async def test_rpcs_that_are_not_served_yet(stub: Any) -> None:
+async def test_rpcs_that_are_not_served_yet(stub: Any, echo_server: Server) -> None:
     header = service_pb2.StreamingUpdateRequest(header={"request_id": "x"})
     session = service_pb2.SubmitInteractionRequest(setup={"open": ask()})
-
-    async def watch() -> None:
-        async for _ in stub.WatchLoad(service_pb2.WatchLoadRequest()):
-            pass
-
-    async def interact() -> None:
-        async for _ in stub.SubmitInteraction(iter([session])):
-            pass
-
-    for call in (stub.StreamingUpdate(iter([header])), interact(), watch()):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert_is(rich_error(caught.value), S.UNIMPLEMENTED, "NOT_IMPLEMENTED")
+    for method, message in (("StreamingUpdate", header), ("SubmitInteraction", session)):
+        error = await stream(echo_server, method, [message.SerializeToString()])
+        assert error is not None
+        assert_is(error, S.UNIMPLEMENTED, "NOT_IMPLEMENTED")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [load async for load in stub.WatchLoad(service_pb2.WatchLoadRequest())]
+    assert_is(rich_error(caught.value), S.UNIMPLEMENTED, "NOT_IMPLEMENTED")
 
 
 async def test_a_refusal_sends_no_initial_metadata(stub: Any) -> None:

@@ -39,6 +39,23 @@ omni-grpc generate "A red fox" --pipeline painter --out fox.png --set denoise.st
 {EXIT_CODES} A call that fails leaves no file behind."""
 
 
+Out = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write an output here, by extension: .wav .png .jpg .webp .mp4 .txt. Repeatable.",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="STAGE.FIELD=VALUE",
+        help="A parameter of a stage; VALUE is JSON or plain text. Repeatable.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What the command line asks for."""
@@ -58,13 +75,7 @@ class Wish:
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What is asked; - reads it from stdin.")],
-    out: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write an output here, by extension: .wav .png .jpg .webp .mp4 .txt",
-        ),
-    ] = None,
+    out: Out = None,
     pipeline: Annotated[str, typer.Option(help="Pipeline; the server's default if none.")] = "",
     modality: Annotated[
         list[Modality] | None,
@@ -80,14 +91,7 @@ def generate(
         int | None, typer.Option(min=0, help="Seed of every stage that takes one.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="STAGE.FIELD=VALUE",
-            help="A parameter of a stage; VALUE is JSON or plain text. Repeatable.",
-        ),
-    ] = None,
+    settings: Settings = None,
     request_id: Annotated[str, typer.Option(help="Id; the server makes one if none.")] = "",
     timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds for the whole call.")

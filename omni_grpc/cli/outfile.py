@@ -74,9 +74,13 @@ class OutFile:
 
 
 class TextFile(OutFile):
-    """The first answer's text, UTF-8."""
+    """The first answer's text, UTF-8. No text at all is an answer too."""
 
     modality = Modality.TEXT
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        super().__init__(path, file)
+        self._empty = False
 
     def take(self, event: Event) -> None:
         if isinstance(event, TextDelta) and event.index == 0:

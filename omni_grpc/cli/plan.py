@@ -69,10 +69,15 @@ def stage_params(pipeline: PipelineInfo, wish: Wish) -> dict[str, Params]:
     for setting in wish.settings:
         name, field, value = parse_setting(setting, stages)
         values[name][field] = value
+    return {name: _params(stages[name], fields) for name, fields in values.items()}
+
+
+def _params(stage: StageInfo, values: dict[str, Any]) -> Params:
     try:
-        return {name: make_params(stages[name].params_kind, values[name]) for name in values}
+        return make_params(stage.params_kind, values)
     except ValueError as error:
-        raise CommandError(f"--set: {error}") from None
+        kind = stage.params_kind
+        raise CommandError(f"stage {stage.name!r} takes {kind} parameters: {error}") from None
 
 
 def _options(pipeline: PipelineInfo, wish: Wish) -> Iterator[tuple[StageInfo, str, Any]]:

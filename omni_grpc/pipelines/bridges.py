@@ -34,7 +34,7 @@ class Bridge(Protocol):
         that takes prompts."""
 
     def finish(self) -> Iterable[Payload | Prompt]:
-        """What it gets when the source has ended."""
+        """What it gets when the source has ended a segment, or all: then the bridge begins anew."""
 
 
 BridgeFactory = Callable[[BridgeContext], Bridge]
@@ -81,7 +81,8 @@ class WholeText:
         return ()
 
     def finish(self) -> Iterable[Payload]:
-        return (TextDelta("".join(self._parts)),)
+        parts, self._parts = self._parts, []
+        return (TextDelta("".join(parts)),) if parts else ()
 
 
 class Question:
@@ -96,7 +97,8 @@ class Question:
         return ()
 
     def finish(self) -> Iterable[Prompt]:
-        return (Prompt(Text("".join(self._parts))),)
+        parts, self._parts = self._parts, []
+        return (Prompt(Text("".join(parts))),) if parts else ()
 
 
 _BUILT_IN: dict[str, BridgeFactory] = {

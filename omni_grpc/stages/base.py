@@ -1,7 +1,8 @@
 """What a stage is: six verbs that a replica process calls. Write one to add an engine.
 
     load        weights in, warm-up; tells the stage's facts
-    prepare     one task's input checked and made ready (tokenize, decode media); may refuse
+    prepare     one task's input checked and made ready (tokenize, decode media); may refuse.
+                `prepare_update` does the same for a chunk of input that a client sends later
     run         the prepared task's outputs, as an async generator
     control     an operator's command
     statistics  the present load
@@ -21,9 +22,12 @@ from typing import Any, Generic, TypeVar
 
 from omni_grpc.errors import NotSupported
 from omni_grpc.ipc import Feed, StageSpec, Task
-from omni_grpc.types import StageFacts, StageOutput, StageStatistics
+from omni_grpc.types import Params, StageFacts, StageOutput, StageStatistics
 
 Prepared = TypeVar("Prepared")
+
+QUEUED_FEEDS = 32
+"""Chunks of a client's input that may wait for a stage."""
 
 
 class Inputs:
@@ -36,6 +40,7 @@ class Inputs:
         self._feeds: deque[Feed] = deque()
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
+        self._taken = asyncio.Event()
 
     def put(self, feed: Feed) -> None:
         """Adds a Feed; never blocks."""
@@ -58,10 +63,78 @@ class Inputs:
                 self._waiter = None
         feed = self._feeds.popleft()
         self._ended = feed.end
+        self._taken.set()
         return feed
 
     def __len__(self) -> int:
         return len(self._feeds)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the Feed with `end` was taken."""
+        return self._ended
+
+    async def room(self) -> None:
+        """Returns when less than QUEUED_FEEDS wait: what keeps a client's feeder from running
+        ahead."""
+        while len(self._feeds) >= QUEUED_FEEDS:
+            self._taken.clear()
+            await self._taken.wait()
+
+
+class Segment:
+    """One segment of a task's input: iterate its Feeds, then see how it ended.
+
+    `params` are the segment's own, if its first Feed brought some; known once `begun` has returned.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.params: Params | None = None
+        self.closed = False
+        """Whether `end_of_segment` ended it: then it wants its answer. Else the whole input
+        ended."""
+        self._inputs = inputs
+        self._first: Feed | None = None
+        self._over = False
+
+    async def begun(self) -> bool:
+        """Waits for the first Feed. False: there is none, the input ended before."""
+        if self._first is None and not self._over:
+            self._first = await self._take()
+        return self._first is not None and not (self._first.end and not self.closed)
+
+    def __aiter__(self) -> Segment:
+        return self
+
+    async def __anext__(self) -> Feed:
+        """The next Feed of this segment."""
+        taken, self._first = self._first, None
+        if taken is None and not self._over:
+            taken = await self._take()
+        if taken is None:
+            raise StopAsyncIteration
+        return taken
+
+    async def _take(self) -> Feed | None:
+        feed = await anext(self._inputs, None)
+        if feed is None:
+            self._over = True
+            return None
+        self.params = self.params or feed.params
+        self.closed = feed.end_of_segment
+        self._over = feed.end_of_segment or feed.end
+        return feed
+
+
+async def segments(inputs: Inputs) -> AsyncIterator[Segment]:
+    """The input's segments in order. The last one has `closed` False where the input ended
+    alone."""
+    while not inputs.ended:
+        segment = Segment(inputs)
+        yield segment
+        async for _ in segment:
+            # What the stage did not read of a segment is not part of the next.
+            pass
 
 
 class Stage(ABC, Generic[Prepared]):
@@ -82,12 +155,21 @@ class Stage(ABC, Generic[Prepared]):
         Raises OmniError to refuse it (InvalidField paths that begin with "params." get the
         request's own path put in front). Cancelling leaves nothing behind."""
 
+    async def prepare_update(self, task: Task, prepared: Prepared, feed: Feed) -> None:
+        """Checks a chunk of a resumable task's input, before it counts.
+
+        Raises OmniError to refuse it; the task, and what `prepared` holds, are then as they were.
+        `feed.params` come with a segment's first chunk. By default everything is taken.
+        """
+
     @abstractmethod
     def run(self, task: Task, prepared: Prepared, inputs: Inputs) -> AsyncIterator[StageOutput]:
         """The task's outputs. The consumer may pause between two of them when the client is slow.
 
-        `inputs` holds the outputs of the stages before (and, for a resumable request, further input
-        of the client); at stage 0 of a plain request it ends at once."""
+        `inputs` holds the outputs of the stages before, or, at stage 0 of a resumable request, the
+        client's chunks; at stage 0 of a plain request it ends at once. A resumable task answers at
+        each Feed with `end_of_segment`: its last output there has `segment_end` and `finish` set.
+        """
 
     async def control(self, command: str, arguments: dict[str, Any]) -> None:
         """Carries out an operator's command; NotSupported if this engine does not know it."""

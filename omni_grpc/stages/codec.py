@@ -17,12 +17,12 @@ from typing import ClassVar
 import numpy as np
 
 from omni_grpc.errors import NotSupported
-from omni_grpc.ipc import StageSpec, Task
+from omni_grpc.ipc import Feed, StageSpec, Task
 from omni_grpc.params import check_honoured
-from omni_grpc.stages.base import Inputs, Stage
+from omni_grpc.stages.base import Inputs, Stage, segments
 from omni_grpc.stages.voice.acoustic import SAMPLE_RATE, Acoustic, Frames
 from omni_grpc.stages.voice.clauses import ClauseSplitter
-from omni_grpc.stages.voice.vocoder import Vocoder, to_pcm16
+from omni_grpc.stages.voice.vocoder import Samples, Vocoder, VocoderStream, to_pcm16
 from omni_grpc.types import (
     Audio,
     AudioEncoding,
@@ -61,6 +61,12 @@ class _Codec(Stage[CodecParams]):
         check_honoured(params, self.takes, "params")
         return params
 
+    async def prepare_update(self, task: Task, prepared: CodecParams, feed: Feed) -> None:
+        if isinstance(feed.params, CodecParams):
+            check_honoured(feed.params, self.takes, "params")
+        if feed.prompt is not None:
+            _prompt_text(feed.prompt)
+
     async def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)
 
@@ -75,7 +81,7 @@ class TalkerStage(_Codec):
         self._acoustic = await loop.run_in_executor(None, Acoustic, Path(self.spec.model))
         await loop.run_in_executor(self._executor, self._acoustic.speak, "Warm up.")
         versions = {"hibari-tts": metadata.version("hibari-tts")}
-        return StageFacts(versions=versions, params=dict(self.takes))
+        return StageFacts(versions=versions, params=dict(self.takes), resumable=True)
 
     async def prepare(self, task: Task) -> CodecParams:
         params = await super().prepare(task)
@@ -86,17 +92,21 @@ class TalkerStage(_Codec):
     async def run(
         self, task: Task, prepared: CodecParams, inputs: Inputs
     ) -> AsyncIterator[StageOutput]:
-        splitter = ClauseSplitter()
-        clauses = splitter.push(_prompt_text(task.prompt)) if task.prompt is not None else []
-        async for output in self._speak(clauses, prepared):
-            yield output
-        async for feed in inputs:
-            if isinstance(feed.payload, TextDelta):
-                async for output in self._speak(splitter.push(feed.payload.text), prepared):
+        async for segment in segments(inputs):
+            splitter, params = ClauseSplitter(), prepared
+            if not await segment.begun() and task.resumable:
+                continue
+            if isinstance(segment.params, CodecParams):
+                params = segment.params
+            clauses = splitter.push(_prompt_text(task.prompt)) if task.prompt else []
+            async for output in self._speak(clauses, params):
+                yield output
+            async for feed in segment:
+                async for output in self._speak(splitter.push(_feed_text(feed)), params):
                     yield output
-        async for output in self._speak(splitter.flush(), prepared):
-            yield output
-        yield StageOutput(finish=Finish(FinishReason.COMPLETE))
+            async for output in self._speak(splitter.flush(), params):
+                yield output
+            yield StageOutput(finish=Finish(FinishReason.COMPLETE), segment_end=task.resumable)
 
     async def _speak(self, clauses: list[str], params: CodecParams) -> AsyncIterator[StageOutput]:
         loop, speed = asyncio.get_running_loop(), params.speed or 1.0
@@ -124,6 +134,7 @@ class DecoderStage(_Codec):
             output_format=AudioFormat(SAMPLE_RATE),
             versions={"onnxruntime": metadata.version("onnxruntime")},
             params=dict(self.takes),
+            resumable=True,
         )
 
     async def prepare(self, task: Task) -> CodecParams:
@@ -135,22 +146,36 @@ class DecoderStage(_Codec):
     async def run(
         self, task: Task, prepared: CodecParams, inputs: Inputs
     ) -> AsyncIterator[StageOutput]:
-        loop = asyncio.get_running_loop()
         encoding = AudioEncoding(prepared.encoding or AudioEncoding.PCM_S16LE.value)
-        form = AudioFormat(SAMPLE_RATE, encoding=encoding)
         stream = self._vocoder.stream(prepared.seed or 0)
-        async for feed in inputs:
-            if not isinstance(feed.payload, Tensors):
+        async for segment in segments(inputs):
+            if not await segment.begun() and task.resumable:
                 continue
-            for frames in _blocks(unpack_frames(feed.payload)):
-                samples = await loop.run_in_executor(self._executor, stream.push, frames)
-                if samples.size:
-                    yield StageOutput(Audio(_encode(samples, encoding), form))
-            if feed.payload.boundary:
-                samples = await loop.run_in_executor(self._executor, stream.end_utterance)
-                if samples.size:
-                    yield StageOutput(Audio(_encode(samples, encoding), form))
-        yield StageOutput(finish=Finish(FinishReason.COMPLETE))
+            if isinstance(segment.params, CodecParams) and segment.params.seed is not None:
+                stream = self._vocoder.stream(segment.params.seed)
+            async for feed in segment:
+                async for samples in self._decode(stream, feed):
+                    yield StageOutput(
+                        Audio(
+                            _encode(samples, encoding), AudioFormat(SAMPLE_RATE, encoding=encoding)
+                        )
+                    )
+            yield StageOutput(finish=Finish(FinishReason.COMPLETE), segment_end=task.resumable)
+
+    async def _decode(self, stream: VocoderStream, feed: Feed) -> AsyncIterator[Samples]:
+        """The samples that are final after this Feed; block by block, so that requests take
+        turns."""
+        if not isinstance(feed.payload, Tensors):
+            return
+        loop = asyncio.get_running_loop()
+        for frames in _blocks(unpack_frames(feed.payload)):
+            samples = await loop.run_in_executor(self._executor, stream.push, frames)
+            if samples.size:
+                yield samples
+        if feed.payload.boundary:
+            samples = await loop.run_in_executor(self._executor, stream.end_utterance)
+            if samples.size:
+                yield samples
 
 
 def pack_frames(frames: Frames) -> Tensors:
@@ -186,6 +211,12 @@ def _encode(samples: np.ndarray, encoding: AudioEncoding) -> bytes:
     if encoding is AudioEncoding.PCM_F32LE:
         return samples.astype("<f4").tobytes()
     return to_pcm16(samples)
+
+
+def _feed_text(feed: Feed) -> str:
+    if feed.prompt is not None:
+        return _prompt_text(feed.prompt)
+    return feed.payload.text if isinstance(feed.payload, TextDelta) else ""
 
 
 def _prompt_text(prompt: Prompt) -> str:

@@ -15,9 +15,9 @@ import struct
 from collections.abc import AsyncIterator, Iterator
 
 from omni_grpc.errors import InvalidField, StageError
-from omni_grpc.ipc import StageSpec, Task
+from omni_grpc.ipc import Feed, StageSpec, Task
 from omni_grpc.params import FakeScript, parse_fake_script
-from omni_grpc.stages.base import Inputs, Stage
+from omni_grpc.stages.base import Inputs, Segment, Stage, segments
 from omni_grpc.types import (
     Audio,
     AudioFormat,
@@ -56,12 +56,11 @@ class FakeStage(Stage[FakeScript]):
         await asyncio.sleep(self._load_s)
         match self._modality:
             case Modality.AUDIO:
-                return StageFacts(output_format=AUDIO_FORMAT)
+                return StageFacts(output_format=AUDIO_FORMAT, resumable=True)
             case Modality.IMAGE:
-                return StageFacts(
-                    output_format=ImageFormat("image/png", PICTURE_SIZE, PICTURE_SIZE)
-                )
-        return StageFacts()
+                form = ImageFormat("image/png", PICTURE_SIZE, PICTURE_SIZE)
+                return StageFacts(output_format=form, resumable=True)
+        return StageFacts(resumable=True)
 
     async def prepare(self, task: Task) -> FakeScript:
         values = task.params.values if isinstance(task.params, CustomParams) else {}
@@ -77,50 +76,52 @@ class FakeStage(Stage[FakeScript]):
     async def run(
         self, task: Task, prepared: FakeScript, inputs: Inputs
     ) -> AsyncIterator[StageOutput]:
-        script, count = prepared, 0
-        await asyncio.sleep(script.first_ms / 1e3)
-        async for payload in self._payloads(task, script, inputs):
-            if count and script.interval_ms:
-                await asyncio.sleep(script.interval_ms / 1e3)
+        await asyncio.sleep(prepared.first_ms / 1e3)
+        async for segment in segments(inputs):
+            script, count, words = prepared, 0, 0
+            if task.resumable and not await segment.begun():
+                continue
+            if isinstance(segment.params, CustomParams):
+                script = parse_fake_script(segment.params.values)
+            async for payload in self._answer(task, script, segment):
+                if count and script.interval_ms:
+                    await asyncio.sleep(script.interval_ms / 1e3)
+                await self._break(script, count)
+                count += 1
+                yield StageOutput(payload)
             await self._break(script, count)
-            count += 1
-            yield StageOutput(payload)
-        await self._break(script, count)
-        words = len(prompt_words(task.prompt)) if task.prompt else 0
-        tokens = count if self._modality is Modality.TEXT else 0
-        yield StageOutput(
-            finish=Finish(
-                FinishReason.STOP if self._modality is Modality.TEXT else FinishReason.COMPLETE
-            ),
-            usage=Usage(prompt_tokens=words, completion_tokens=tokens),
-        )
+            words = len(prompt_words(task.prompt)) if task.prompt else count
+            yield self._end(words, count, segment_end=task.resumable)
 
-    async def _payloads(
-        self, task: Task, script: FakeScript, inputs: Inputs
+    def _end(self, words: int, count: int, *, segment_end: bool) -> StageOutput:
+        if self._modality is Modality.TEXT:
+            usage = Usage(prompt_tokens=words, completion_tokens=count)
+            return StageOutput(
+                finish=Finish(FinishReason.STOP), usage=usage, segment_end=segment_end
+            )
+        return StageOutput(finish=Finish(FinishReason.COMPLETE), segment_end=segment_end)
+
+    async def _answer(
+        self, task: Task, script: FakeScript, segment: Segment
     ) -> AsyncIterator[Payload]:
         if script.outputs is not None:
             for number in range(script.outputs):
                 yield self._make(f"word{number} ", script)
             return
-        heard: list[str] = []
-        async for word in self._words(task, inputs):
-            heard.append(word)
-            if self._modality is not Modality.IMAGE:
-                yield self._make(word, script)
+        if self._modality is Modality.AUDIO:
+            async for feed in segment:
+                for word in feed_words(feed):
+                    yield self._make(word, script)
+            return
+        heard = "".join(prompt_words(task.prompt)) if task.prompt is not None else ""
+        async for feed in segment:
+            heard += "".join(feed_words(feed))
         if self._modality is Modality.IMAGE:
-            yield self._make("".join(heard), script)
-
-    async def _words(self, task: Task, inputs: Inputs) -> AsyncIterator[str]:
-        if task.prompt is not None:
-            for word in prompt_words(task.prompt):
-                yield word
-        async for feed in inputs:
-            if feed.prompt is not None:
-                for word in prompt_words(feed.prompt):
-                    yield word
-            if isinstance(feed.payload, TextDelta):
-                for word in split_words(feed.payload.text):
-                    yield word
+            yield self._make(heard, script)
+            return
+        # Words are cut only when all text is there, so that chunks of it cannot show.
+        for word in split_words(heard):
+            yield self._make(word, script)
 
     def _make(self, word: str, script: FakeScript) -> Payload:
         match self._modality:
@@ -153,6 +154,13 @@ def split_words(text: str) -> Iterator[str]:
             start = place + 1
     if start < len(text):
         yield text[start:]
+
+
+def feed_words(feed: Feed) -> list[str]:
+    """The words of a Feed: of a prompt or of a text."""
+    if feed.prompt is not None:
+        return prompt_words(feed.prompt)
+    return list(split_words(feed.payload.text)) if isinstance(feed.payload, TextDelta) else []
 
 
 def prompt_words(prompt: Prompt) -> list[str]:

@@ -18,6 +18,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import uvloop
 import zmq.asyncio
 
@@ -32,6 +33,7 @@ from omni_grpc.ipc import (
     Credit,
     Emitted,
     Ended,
+    Fed,
     Feed,
     FromReplica,
     Heartbeat,
@@ -86,6 +88,13 @@ class Job:
     inputs: Inputs = field(default_factory=Inputs)
     window: Window = field(default_factory=Window)
     runner: asyncio.Task[None] | None = None
+    feeder: asyncio.Task[None] | None = None
+    """Checks the client's chunk that is under way; there is never more than one."""
+    prepared: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    segment: int = 0
+    """Number of the segment that is being answered."""
 
 
 class Host:
@@ -119,7 +128,7 @@ class Host:
                 job.runner = asyncio.create_task(self._run(job))
             case Feed():
                 if target := self._jobs.get(message.task):
-                    target.inputs.put(message)
+                    self._feed(target, message)
             case Credit():
                 if target := self._jobs.get(message.task):
                     target.window.give(message.bytes)
@@ -145,6 +154,7 @@ class Host:
                 admitted = True
                 elapsed = (time.perf_counter() - started) * 1e3
                 self._channel.send(Admitted(task.id, elapsed))
+                job.prepared.set_result(prepared)
                 await self._pump(job, prepared)
         except OmniError as reason:
             error = reason
@@ -165,6 +175,9 @@ class Host:
             error = self._failed("raised")
         finally:
             del self._jobs[task.id]
+            if job.feeder is not None:
+                job.feeder.cancel()
+            job.prepared.cancel()
             record = error.record() if error is not None else None
             if admitted or record is None:
                 self._channel.send(Ended(task.id, record))
@@ -176,7 +189,32 @@ class Host:
         async with aclosing(self._stage.run(job.task, prepared, job.inputs)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
                 await job.window.take(output_size(output))
+                if job.segment:
+                    output = msgspec.structs.replace(output, segment=job.segment)
                 self._channel.send(Emitted(task_id, output))
+                job.segment += output.segment_end
+
+    def _feed(self, job: Job, feed: Feed) -> None:
+        if feed.number is None:
+            job.inputs.put(feed)
+        else:
+            job.feeder = asyncio.create_task(self._feed_checked(job, feed, feed.number))
+
+    async def _feed_checked(self, job: Job, feed: Feed, number: int) -> None:
+        """A client's chunk: checked by the stage, put when there is room, answered with Fed."""
+        error: OmniError | None = None
+        try:
+            prepared = await job.prepared
+            await self._stage.prepare_update(job.task, prepared, feed)
+            await job.inputs.room()
+            job.inputs.put(feed)
+        except OmniError as reason:
+            error = reason
+        except Exception:
+            error = self._failed("raised at an update")
+            if job.runner is not None:
+                job.runner.cancel()
+        self._channel.send(Fed(job.task.id, number, error.record() if error else None))
 
     def _failed(self, what: str) -> StageError:
         log.exception("stage %s %s", self._stage.spec.stage, what)

@@ -88,8 +88,9 @@ class Scenes:
     def _passes_held_out(self, one: Tensor, other: Tensor, weight: Tensor) -> Tensor:
         """Whether the blend looks most like a held-out caption (red and yellow make orange)."""
         near = self._values[torch.where(weight < 0.5, one, other)]
-        near[:, 1] = torch.cdist(self._blend(self._colours, 1, one, other, weight), self._colours)\
-            .argmin(1)
+        near[:, 1] = torch.cdist(
+            self._blend(self._colours, 1, one, other, weight), self._colours
+        ).argmin(1)
         near[:, 3] = torch.cdist(
             self._blend(self._backgrounds, 3, one, other, weight), self._backgrounds
         ).argmin(1)

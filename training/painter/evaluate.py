@@ -66,7 +66,12 @@ class Scores:
 
 
 def score(
-    model: Painter, *, guidance: float, steps: int, seeds: int, first_seed: int = FIRST_SEED,
+    model: Painter,
+    *,
+    guidance: float,
+    steps: int,
+    seeds: int,
+    first_seed: int = FIRST_SEED,
     batch: int = 2048,
 ) -> Scores:
     """Every caption with `seeds` seeds, each used once."""
@@ -94,6 +99,7 @@ def score(
 
 def table(reports: list[dict]) -> str:
     """Markdown: a column per setting, a row per shape and size."""
+
     def row(name: str, cells: list[str]) -> str:
         return "| " + " | ".join([name, *cells]) + " |"
 
@@ -148,7 +154,9 @@ def _rounded(value: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
     add_arguments(parser)
     args = parser.parse_args()

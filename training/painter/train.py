@@ -79,9 +79,7 @@ class Trainer:
         self._optimizer.step()
         self._schedule.step()
         share = 1 - min(self._plan.decay, done / (done + 20))
-        torch._foreach_lerp_(
-            list(self.averaged.parameters()), list(self.model.parameters()), share
-        )
+        torch._foreach_lerp_(list(self.averaged.parameters()), list(self.model.parameters()), share)
         return loss.detach()
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -115,7 +113,9 @@ def train(args: argparse.Namespace) -> None:
         if done % SAVE_EVERY == 0 or done == plan.steps:
             save(trainer.averaged, weights)
     facts = {
-        **{name: asdict(part) for name, part in zip(("config", "plan", "mix"), (config, plan, mix))},
+        **{
+            name: asdict(part) for name, part in zip(("config", "plan", "mix"), (config, plan, mix))
+        },
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "seconds": round(time.monotonic() - start),
@@ -131,12 +131,12 @@ def _take(kind, args):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     for kind in (PainterConfig, Plan, Mix):
         for field in fields(kind):
-            parser.add_argument(
-                f"--{field.name}", type=type(field.default), default=field.default
-            )
+            parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     add_arguments(parser)
     train(parser.parse_args())
 

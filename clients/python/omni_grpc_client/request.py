@@ -53,6 +53,11 @@ def make_params(kind: ParamsKind, values: Mapping[str, Any]) -> Params:
     if kind == "custom":
         return dict(values)
     message = _MESSAGES[kind]()
+    known = message.DESCRIPTOR.fields_by_name
+    for name in values:
+        # Before ParseDict, which would take camel case too and list only that.
+        if name not in known:
+            raise ValueError(f"{name}: is not one of {', '.join(known)}")
     try:
         ParseDict(dict(values), message)
     except ParseError as error:

@@ -1,0 +1,123 @@
+"""One stage's part in a request: the sink of its task, its sources, and the bridges behind it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from omni_grpc.errors import InternalError, OmniError
+from omni_grpc.outbox import Cutter
+from omni_grpc.pipelines.bridges import Bridge
+from omni_grpc.replica import TaskHandle
+from omni_grpc.topology import StageNode
+from omni_grpc.types import Params, Payload, Prompt, StageOutput
+
+if TYPE_CHECKING:
+    from omni_grpc.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class StageRun:
+    """One stage of one Run.
+
+    What a replica says of the task arrives here and is handled by the Run. Whatever goes wrong in
+    handling one message ends this one request, and nothing else.
+    """
+
+    def __init__(self, run: Run, node: StageNode) -> None:
+        self.node = node
+        self.handle: TaskHandle | None = None
+        self.holds = False
+        """Whether the replica still holds the task."""
+        self.ended = False
+        self.final = False
+        self.consumers: list[tuple[StageRun, Bridge]] = []
+        self.cutter = Cutter()
+        self.started_at: float | None = None
+        self.ended_at: float | None = None
+        self.segment_params: dict[int, Params] = {}
+        """Parameters of segments to come, by number."""
+        self._run = run
+        self._sources = dict.fromkeys(node.config.inputs, 0)
+        """Segments that each source has ended."""
+        self._open_sources = set(node.config.inputs)
+        self._segment = 0
+
+    def began(self, handle: TaskHandle) -> TaskHandle:
+        """The task was sent to a replica."""
+        self.handle, self.holds, self.started_at = handle, True, time.perf_counter()
+        return handle
+
+    # ------------------------------------------------------------ input
+
+    def feed(
+        self,
+        payload: Payload | None = None,
+        *,
+        prompt: Prompt | None = None,
+        end_of_segment: bool = False,
+        end: bool = False,
+        number: int | None = None,
+    ) -> None:
+        """Sends input, with the present segment's own parameters in front."""
+        params = self.segment_params.pop(self._segment, None)
+        self._segment += end_of_segment
+        self._run.ensure_started(self).feed(
+            payload,
+            prompt=prompt,
+            params=params,
+            end_of_segment=end_of_segment,
+            end=end,
+            number=number,
+        )
+
+    def source_segment_ended(self, source: str) -> None:
+        """A source has answered a segment; with the last one this stage's segment ends."""
+        before = min(self._sources.values())
+        self._sources[source] += 1
+        if min(self._sources.values()) > before:
+            self.feed(end_of_segment=True)
+
+    def source_ended(self, source: str) -> None:
+        """A source has given everything; with the last one this stage's input ends."""
+        self._open_sources.discard(source)
+        if not self._open_sources:
+            self.feed(end=True)
+
+    # ------------------------------------------------------------ the sink of its task
+
+    def on_admitted(self, prepare_ms: float) -> None:
+        self._contained(self._run.stage_admitted, self, prepare_ms)
+
+    def on_refused(self, error: OmniError) -> None:
+        self.holds = False
+        self._contained(self._run.stage_refused, self, error)
+        self._run.stage_released()
+
+    def on_fed(self, number: int, error: OmniError | None) -> None:
+        self._contained(self._run.stage_fed, self, number, error)
+
+    def on_output(self, output: StageOutput) -> None:
+        self._contained(self._run.stage_output, self, output)
+
+    def on_ended(self, error: OmniError | None) -> None:
+        self.holds = False
+        self._contained(self._run.stage_ended, self, error)
+        self._run.stage_released()
+
+    def on_lost(self) -> None:
+        self.holds = False
+        self._contained(self._run.stage_lost, self)
+        self._run.stage_released()
+
+    def _contained(self, handler: Callable[..., None], *arguments: Any) -> None:
+        try:
+            handler(*arguments)
+        except OmniError as error:
+            self._run.close(error)
+        except Exception:
+            log.exception("request %s: stage %s", self._run.request_id, self.node.name)
+            self._run.close(InternalError("internal error"))

@@ -1,0 +1,182 @@
+"""What travels between the server and its replicas arrives as it was sent, and in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+import zmq.asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_grpc.errors import Code, ErrorRecord, InternalError, InvalidField, OmniError, Violation
+from omni_grpc.ipc import (
+    Abort,
+    Channel,
+    Credit,
+    Emitted,
+    FromReplica,
+    Submit,
+    Task,
+    ToReplica,
+    output_size,
+)
+from omni_grpc.types import Audio, AudioFormat, StageOutput, TextDelta
+
+free_data = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
+    Any: free_data,
+    type(None): st.none(),
+    bool: st.booleans(),
+    int: st.integers(-(2**63), 2**64 - 1),
+    float: st.floats(allow_nan=False),
+    str: st.text(max_size=8),
+    bytes: st.binary(max_size=8),
+}
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a type as our messages use them."""
+    if kind in SIMPLE:
+        return SIMPLE[kind]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return st.one_of([values(argument) for argument in arguments])
+    if origin is list:
+        return st.lists(values(arguments[0]), max_size=3)
+    if origin is tuple:
+        return st.lists(values(arguments[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=3)
+    if issubclass(kind, Enum):
+        return st.sampled_from(kind)
+    assert issubclass(kind, msgspec.Struct), kind
+    hints = get_type_hints(kind)
+    return st.builds(kind, **{name: values(hints[name]) for name in kind.__struct_fields__})
+
+
+@pytest.mark.parametrize("kind", get_args(ToReplica), ids=lambda kind: kind.__name__)
+def test_messages_to_a_replica_round_trip(kind: Any) -> None:
+    round_trips(kind, ToReplica)
+
+
+@pytest.mark.parametrize("kind", get_args(FromReplica), ids=lambda kind: kind.__name__)
+def test_messages_from_a_replica_round_trip(kind: Any) -> None:
+    round_trips(kind, FromReplica)
+
+
+def round_trips(kind: Any, union: Any) -> None:
+    """Lists of such messages are decoded as the union to equal ones."""
+    decoder = msgspec.msgpack.Decoder(list[union])
+
+    @settings(max_examples=30)
+    @given(st.lists(values(kind), min_size=1, max_size=2))
+    def check(messages: list[Any]) -> None:
+        again = decoder.decode(msgspec.msgpack.encode(messages))
+        assert again == messages
+        assert [type(message) for message in again] == [type(message) for message in messages]
+
+    check()
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("reason", sorted(OmniError.by_reason))
+def test_an_error_is_itself_again(reason: str) -> None:
+    record = ErrorRecord(reason, "what", (Violation("a.b", "is bad"),), 1.5)
+    error = OmniError.from_record(record)
+    assert type(error) is OmniError.by_reason[reason]
+    assert isinstance(error.code, Code)
+    assert str(error) == "what"
+    assert error.record() == record
+
+
+def test_an_invalid_field_is_itself_again() -> None:
+    error = OmniError.from_record(InvalidField("a", "is bad", Violation("b", "too")).record())
+    assert isinstance(error, InvalidField)
+    assert [v.field for v in error.violations] == ["a", "b"]
+
+
+def test_an_unknown_reason_is_a_bug() -> None:
+    assert type(OmniError.from_record(ErrorRecord("WHAT", "x"))) is InternalError
+
+
+# ---------------------------------------------------------------- the channel
+
+
+@pytest.fixture
+async def line(tmp_path: Path) -> Any:
+    """Both ends of a line."""
+    context = zmq.asyncio.Context()
+    address = f"ipc://{tmp_path / 'line'}"
+    server: Channel[Any, Any] = Channel.bind(context, address, FromReplica)
+    replica: Channel[Any, Any] = Channel.connect(context, address, ToReplica)
+    yield server, replica
+    server.close()
+    replica.close()
+    context.destroy(linger=0)
+
+
+async def test_messages_of_one_turn_travel_together(line: Any) -> None:
+    server, replica = line
+    sent = [Submit(Task(n, "id", None, 1.0)) for n in range(3)] + [Abort(1), Credit(2, 5)]
+    for message in sent:
+        server.send(message)
+    assert await replica.receive() == sent
+    replica.send(Emitted(1, StageOutput(TextDelta("x"))))
+    assert await server.receive() == [Emitted(1, StageOutput(TextDelta("x")))]
+
+
+async def test_order_is_kept_over_many_turns(line: Any) -> None:
+    server, replica = line
+    for number in range(1000):
+        server.send(Abort(number))
+        if number % 7 == 0:
+            await asyncio.sleep(0)
+    got: list[int] = []
+    while len(got) < 1000:
+        got += [message.task for message in await replica.receive()]
+    assert got == list(range(1000))
+
+
+async def test_a_receive_that_is_cancelled_loses_nothing(line: Any) -> None:
+    server, replica = line
+    for number in range(20):
+        receiving = asyncio.create_task(replica.receive())
+        await asyncio.sleep(0)
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        server.send(Abort(number))
+        assert await replica.receive() == [Abort(number)]
+
+
+async def test_one_message_that_cannot_be_encoded_keeps_no_other_back(line: Any) -> None:
+    server, replica = line
+    bad = Emitted(1, StageOutput(TextDelta("x", [object()])))  # type: ignore[list-item]
+    replica.send(Emitted(1, StageOutput(TextDelta("before"))))
+    # Refusing it at once is as good as dropping it.
+    with contextlib.suppress(Exception):
+        replica.send(bad)
+    replica.send(Emitted(1, StageOutput(TextDelta("after"))))
+    async with asyncio.timeout(2):
+        texts = [message.output.payload.text for message in await server.receive()]
+    assert texts == ["before", "after"]
+
+
+def test_every_output_counts_against_the_window() -> None:
+    assert output_size(StageOutput()) > 0
+    empty, full = Audio(b"", AudioFormat(1)), Audio(bytes(1000), AudioFormat(1))
+    assert output_size(StageOutput(full)) - output_size(StageOutput(empty)) == 1000
