@@ -62,6 +62,8 @@ class StageConfig(Frozen):
     """The stages whose outputs it takes; none for stage 0."""
     bridge: str = "forward"
     """What makes its input of those outputs: a built-in bridge, or `package.module:factory`."""
+    bridge_args: dict[str, Any] = {}
+    """Arguments of the bridge, by name."""
     output: Modality | None = None
     """What it gives to the client; None: nothing, its outputs only feed later stages."""
     start_timeout: Seconds = 600.0
@@ -106,8 +108,8 @@ class PipelineConfig(Frozen):
     description: str = ""
     inputs: tuple[Modality, ...] = (Modality.TEXT,)
     """What a prompt may hold."""
-    prompts: tuple[Literal["text", "token_ids", "messages", "embeds"], ...] = ("text",)
-    """The forms of `Prompt.content` that stage 0 takes."""
+    prompts: tuple[Literal["text", "token_ids", "messages", "embeds", "media"], ...] = ("text",)
+    """The forms of `Prompt.content` that stage 0 takes; "media" is none of them: media alone."""
     guidance: bool = False
     """Whether a prompt may have a `negative_text`."""
     stages: Annotated[tuple[StageConfig, ...], Field(min_length=1)]

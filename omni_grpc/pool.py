@@ -24,6 +24,9 @@ from omni_grpc.types import StageFacts, StageStatistics
 
 log = logging.getLogger(__name__)
 
+LOADING_RETRY_S = 5.0
+"""When to come back to a stage that has never been ready: models take a while to load."""
+
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
@@ -52,6 +55,7 @@ class Slot:
         self.replica: Replica | None = None
         self.restarts = 0
         self.given_up = False
+        self.was_ready = False
         self._pool = pool
         self._generation = 0
         self._deaths: deque[float] = deque()
@@ -79,6 +83,7 @@ class Slot:
         self._generation += 1
         self.replica = self._pool.make_replica(self.number, self._generation)
         await self.replica.start()
+        self.was_ready = True
         self._pool.changed()
 
     async def _supervise(self) -> None:
@@ -159,11 +164,15 @@ class StagePool:
         """The ready replica with the fewest tasks. Raises StageUnavailable if there is none."""
         ready = [slot.replica for slot in self._slots if slot.replica and slot.ready]
         if not ready:
-            raise StageUnavailable(
-                f"stage {self.config.name!r} has no replica now",
-                retry_after_s=self.config.restart.backoff,
-            )
+            raise self._unavailable()
         return min(ready, key=lambda replica: replica.running)
+
+    def _unavailable(self) -> StageUnavailable:
+        if any(slot.was_ready for slot in self._slots):
+            state, retry_s = "has no replica now", self.config.restart.backoff
+        else:
+            state, retry_s = "is still loading", LOADING_RETRY_S
+        return StageUnavailable(f"stage {self.config.name!r} {state}", retry_after_s=retry_s)
 
     def statistics(self) -> list[SlotStatistics]:
         """The present load, one entry per slot."""

@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ log = logging.getLogger(__name__)
 _task_ids = itertools.count(1)
 PIPE_TIMEOUT_S = 5.0
 """How long the last processes of a replica's group may take to go once they are killed."""
+LAST_LINES = 12
+"""How much of what a process printed is shown when it does not start."""
 _CREDIT_STEP = WINDOW_BYTES // 4
 """Credit goes out in steps of this size, so that a stream of tokens costs no messages back."""
 
@@ -179,6 +182,7 @@ class Replica:
         self._process: asyncio.subprocess.Process | None = None
         self._helpers: list[asyncio.Task[None]] = []
         self._relay: asyncio.Task[None] | None = None
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
 
     @property
     def name(self) -> str:
@@ -276,7 +280,8 @@ class Replica:
             log.warning("replica %s %s; it held %d tasks", self.name, why, self.running)
         self.state = State.GONE
         if not self._ready.done():
-            self._ready.set_exception(StartError(f"stage {self.name}: the process {why}"))
+            said = "".join(f"\n  {line}" for line in self._last_lines)
+            self._ready.set_exception(StartError(f"stage {self.name}: the process {why}{said}"))
         tasks, self._tasks = self._tasks, {}
         calls, self._calls = self._calls, {}
         for handle in tasks.values():
@@ -321,7 +326,9 @@ class Replica:
             rest = rest[-(1 << 16) :]
             for line in lines:
                 if line.strip():
-                    logger.info("[%s] %s", self.name, line.decode(errors="replace").rstrip())
+                    text = line.decode(errors="replace").rstrip()
+                    self._last_lines.append(text)
+                    logger.info("[%s] %s", self.name, text)
 
     # ------------------------------------------------------------ tasks
 

@@ -123,7 +123,7 @@ def build_pipeline(config: PipelineConfig, pools: Mapping[str, StagePool]) -> Pi
         stages[stage.name] = StageNode(
             config=stage,
             pool=pools[stage.name],
-            bridge=load_bridge(stage.bridge),
+            bridge=load_bridge(stage.bridge, stage.bridge_args),
             kind=KIND_BY_ENGINE[stage.engine],
             defaults=_params(config, place, "defaults", stage.defaults),
             constraints=_params(config, place, "constraints", stage.constraints)
@@ -137,7 +137,7 @@ def build_pipeline(config: PipelineConfig, pools: Mapping[str, StagePool]) -> Pi
 def check_pipeline(config: PipelineConfig) -> None:
     """Checks what pydantic cannot see: bridges and parameters. Raises ConfigError."""
     for place, stage in enumerate(config.stages):
-        load_bridge(stage.bridge)
+        load_bridge(stage.bridge, stage.bridge_args)
         _params(config, place, "defaults", stage.defaults)
         _params(config, place, "constraints", stage.constraints)
 

@@ -7,13 +7,15 @@ ended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from omni_grpc.errors import ConfigError
-from omni_grpc.types import Payload, Prompt, Text, TextDelta
+from omni_grpc.types import Media, Message, Messages, Payload, Prompt, Text, TextDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,9 @@ class Bridge(Protocol):
 
 
 BridgeFactory = Callable[[BridgeContext], Bridge]
+
+MEDIA_SEPARATOR = "\n\n"
+"""What stands between the texts of two media, where a stage makes text of several."""
 
 
 class Forward:
@@ -101,19 +106,71 @@ class Question:
         return (Prompt(Text("".join(parts))),) if parts else ()
 
 
+class Transcript:
+    """Waits for the source's end and makes its texts the prompt of the next stage.
+
+    Media alone: `instruction`, then the texts. Beside text: that text, then the texts; what the
+    client says stands in for `instruction`. In messages: each medium's text in its place."""
+
+    def __init__(self, context: BridgeContext, instruction: str = "") -> None:
+        self._prompt = context.prompt
+        self._instruction = instruction
+        self._parts: list[str] = []
+
+    def push(self, payload: Payload) -> Iterable[Prompt]:
+        if isinstance(payload, TextDelta):
+            self._parts.append(payload.text)
+        return ()
+
+    def finish(self) -> Iterable[Prompt]:
+        parts, self._parts = self._parts, []
+        if not parts:
+            return ()
+        texts = "".join(parts).split(MEDIA_SEPARATOR)
+        match self._prompt.content:
+            case Messages(messages):
+                rest = iter(texts)
+                return (Prompt(Messages(tuple(_told(message, rest) for message in messages))),)
+            case Text(text):
+                return (Prompt(Text("\n".join([text, *texts]))),)
+        return (Prompt(Text("\n".join(filter(None, [self._instruction, *texts])))),)
+
+
+def _told(message: Message, texts: Iterator[str]) -> Message:
+    """The message with the next of the texts in place of each medium, on lines of their own."""
+    parts: list[Text | Media] = []
+    last = len(message.parts) - 1
+    for place, part in enumerate(message.parts):
+        if isinstance(part, Media):
+            before, after = "\n" if place else "", "\n" if place < last else ""
+            part = Text(before + next(texts, "") + after)
+        parts.append(part)
+    return Message(message.role, tuple(parts))
+
+
 _BUILT_IN: dict[str, BridgeFactory] = {
     "forward": Forward,
     "spoken-text": SpokenText,
     "whole-text": WholeText,
     "question": Question,
+    "transcript": Transcript,
 }
 
 
-def load_bridge(name: str) -> BridgeFactory:
-    """The bridge of that name, or the factory at the import path `package.module:factory`. Raises
-    ConfigError."""
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
+def load_bridge(name: str, arguments: Mapping[str, Any] | None = None) -> BridgeFactory:
+    """The bridge of that name, or the factory at the import path `package.module:factory`, with
+    these arguments. Raises ConfigError."""
+    factory = _BUILT_IN.get(name) or _imported(name)
+    if not arguments:
+        return factory
+    try:
+        inspect.signature(factory).bind(None, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"bridge {name!r}: bridge_args: {error}") from None
+    return partial(factory, **arguments)
+
+
+def _imported(name: str) -> BridgeFactory:
     module, _, attribute = name.partition(":")
     try:
         factory: BridgeFactory = getattr(import_module(module), attribute)

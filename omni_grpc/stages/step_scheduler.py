@@ -6,16 +6,16 @@ tick.
               shape share batches of at most `max_batch`
     leave     when its steps are done, or when its reader goes: the slot is free at the next tick
 
-The states are immutable: a step makes new ones. So a reader may hold on to one, a step whose request
-has gone is thrown away, and a batch that failed is tried again one request at a time, which ends
-only those that are at fault."""
+The states are immutable: a step makes new ones. So a reader may hold on to one, a step is thrown
+away if its request has gone, and a batch that failed is tried again one request at a time, which
+ends only those that are at fault."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -101,7 +101,7 @@ class StepScheduler(Generic[State]):
         self._ticks = self._batches = self._steps = self._largest = 0
         self._loop = asyncio.create_task(self._run())
 
-    async def run(self, state: State) -> AsyncIterator[State]:
+    async def run(self, state: State) -> AsyncGenerator[State, None]:
         """The state after each of its steps, the last one with no steps left; a reader that is late
         gets the newest only. Raises what `advance` raised for it.
 
