@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from omni_grpc.errors import InvalidField, LoraNotFound, NotSupported, OmniError, Violation
 from omni_grpc.lane import Chunk, Lane
 from omni_grpc.params import FIELD_BY_KIND, check_honoured, merge, parse_fake_script
-from omni_grpc.run import Plan
+from omni_grpc.plan import Plan
 from omni_grpc.topology import Pipeline, StageNode
 from omni_grpc.types import (
     Audio,
@@ -42,7 +42,8 @@ def check_content(prompt: Prompt, pipeline: Pipeline, path: str) -> None:
     """Whether the pipeline takes a prompt of this form and these modalities."""
     form = _prompt_form(prompt)
     if form is not None and form not in pipeline.config.prompts:
-        raise unsupported(f"{path}.{form}", f"pipeline {pipeline.name!r} does not take {form}")
+        described = "media alone" if form == "media" else form
+        raise unsupported(f"{path}.{form}", f"pipeline {pipeline.name!r} does not take {described}")
     media = list(prompt.media)
     if isinstance(prompt.content, Messages):
         parts = (part for message in prompt.content.messages for part in message.parts)
@@ -66,12 +67,12 @@ def _prompt_form(prompt: Prompt) -> str | None:
             return "messages"
         case Tensor():
             return "embeds"
-    return None
+    return "media" if prompt.media else None
 
 
 def check_options(options: RequestOptions, entry: StageNode) -> None:
     """Whether stage 0 can honour what goes with the prompt."""
-    if options.lora is not None:
+    if options.lora is not None and options.lora not in entry.config.lora_adapters:
         raise LoraNotFound(f"stage {entry.name!r} has no adapter {options.lora!r}")
     if entry.config.engine == "vllm":
         return
@@ -139,7 +140,8 @@ def check_resumable(needed: Iterable[StageNode], params: Mapping[str, Params], p
 
 
 def check_segment(params: Params, path: str) -> None:
-    """Refuses parameters that cannot hold for a segment: an answer must be one, and end by itself."""
+    """Refuses parameters that cannot hold for a segment: an answer must be one, and end by
+    itself."""
     if isinstance(params, SamplingParams):
         if (params.n or 1) > 1:
             raise InvalidField(f"{path}.n", "must be 1 for a resumable request")

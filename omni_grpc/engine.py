@@ -11,7 +11,8 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from omni_grpc.admission import (
     check_answers,
@@ -23,11 +24,12 @@ from omni_grpc.admission import (
 )
 from omni_grpc.config import ServerConfig
 from omni_grpc.errors import Draining, NotResumable, PipelineNotFound, QueueFull
-from omni_grpc.lane import Feeder, Summary
+from omni_grpc.lane import Chunk, Feeder, Lane, Summary
 from omni_grpc.orchestrator import AbortOutcome, Orchestrator
 from omni_grpc.params import merge
+from omni_grpc.plan import Plan
 from omni_grpc.pool import SlotStatistics, StagePool
-from omni_grpc.run import Plan, Run
+from omni_grpc.run import Run
 from omni_grpc.topology import Pipeline
 from omni_grpc.types import Request, UpdateChunk
 
@@ -50,12 +52,16 @@ class Engine:
     """The service without gRPC: submit, find, abort, tell."""
 
     def __init__(
-        self, pipelines: Mapping[str, Pipeline], default: str, settings: ServerConfig
+        self,
+        pipelines: Mapping[str, Pipeline],
+        default: str,
+        settings: ServerConfig,
+        artifact_root: Path,
     ) -> None:
         self.pipelines = pipelines
         self.default = default
         self.settings = settings
-        self.orchestrator = Orchestrator(settings.queue_bytes)
+        self.orchestrator = Orchestrator(settings.queue_bytes, artifact_root)
         self.draining = False
 
     # ------------------------------------------------------------ requests
@@ -129,8 +135,7 @@ class Engine:
         error if it ends meanwhile; if it finishes, that is the summary's end too."""
         assert run.lane is not None
         lane = run.lane
-        chunks = (resolve_chunk(update, run.plan, lane) async for update in updates)
-        driving = asyncio.create_task(feeder.drive(chunks))
+        driving = asyncio.create_task(feeder.drive(_resolved(updates, run, lane)))
         ending = asyncio.create_task(run.ended())
         try:
             await asyncio.wait((driving, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -176,6 +181,16 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 await self.orchestrator.idle()
         self.orchestrator.close_all(Draining("the server stopped"))
+
+
+async def _resolved(
+    updates: AsyncIterator[UpdateChunk], run: Run, lane: Lane
+) -> AsyncIterator[Chunk]:
+    async for update in updates:
+        chunk = resolve_chunk(update, run.plan, lane)
+        if chunk.prompt is not None:
+            chunk = replace(chunk, prompt=await run.viewed(chunk.prompt))
+        yield chunk
 
 
 def _with_id(request: Request, request_id: str) -> Request:

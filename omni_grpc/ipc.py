@@ -59,6 +59,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     model: str
     device: str
     engine_args: dict[str, Any] = {}
+    lora_adapters: dict[str, str] = {}
     media: dict[str, Any] = {}
     """The server's MediaPolicy, as a mapping."""
 

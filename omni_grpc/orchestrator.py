@@ -7,9 +7,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 
+from omni_grpc.artifacts import Artifacts
 from omni_grpc.errors import AbortedByClient, DuplicateRequest, OmniError, RequestNotFound
-from omni_grpc.run import Plan, Run
+from omni_grpc.plan import Plan
+from omni_grpc.run import Run
 
 REMEMBERED = 10_000
 """Ended requests that `abort` still knows."""
@@ -26,8 +29,9 @@ class AbortOutcome(Enum):
 class Orchestrator:
     """All requests of the server."""
 
-    def __init__(self, queue_bytes: int) -> None:
+    def __init__(self, queue_bytes: int, artifact_root: Path) -> None:
         self._queue_bytes = queue_bytes
+        self._artifact_root = artifact_root
         self._runs: dict[str, Run] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._idle = asyncio.Event()
@@ -42,7 +46,7 @@ class Orchestrator:
         request_id = plan.request.request_id
         if request_id in self._runs:
             raise DuplicateRequest(f"request {request_id!r} is in flight")
-        run = Run(plan, self._queue_bytes, self._closed)
+        run = Run(plan, self._queue_bytes, Artifacts(self._artifact_root), self._closed)
         self._runs[request_id] = run
         self._idle.clear()
         return run

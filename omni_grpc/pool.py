@@ -202,6 +202,7 @@ class StagePool:
             model=config.model if config.engine == "python" else str(resolve(config.model)),
             device=config.device(number),
             engine_args=config.engine_args,
+            lora_adapters=config.lora_adapters,
             media=settings.media.model_dump(),
         )
         socket = (

@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from omni_grpc.artifacts import Artifacts
+from omni_grpc.companions import CompanionRun, Group
 from omni_grpc.errors import (
     DeadlineExceeded,
     InputTimeout,
     InternalError,
     OmniError,
     ReplicaLost,
+    StageTimeout,
     StageUnavailable,
     Violation,
 )
@@ -28,43 +31,28 @@ from omni_grpc.ipc import Task
 from omni_grpc.lane import Chunk, Lane
 from omni_grpc.outbox import Outbox
 from omni_grpc.pipelines.bridges import BridgeContext
-from omni_grpc.replica import TaskHandle, new_task_id
+from omni_grpc.plan import Plan
+from omni_grpc.replica import TaskHandle
+from omni_grpc.report import Report
 from omni_grpc.stage_run import StageRun
-from omni_grpc.topology import Pipeline, StageNode
+from omni_grpc.submission import DIFFUSION, Submission
 from omni_grpc.types import (
     Accepted,
     Event,
-    Finished,
     FinishReason,
     Output,
-    Params,
     Payload,
     Prompt,
-    Request,
-    RequestOptions,
     SegmentEnd,
-    StageFinish,
     StageOutput,
     StageProgress,
-    Timings,
     Usage,
 )
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A request after admission's checks: what will run, with which parameters, for how long."""
-
-    request: Request
-    pipeline: Pipeline
-    finals: tuple[StageNode, ...]
-    needed: tuple[StageNode, ...]
-    params: dict[str, Params]
-    timeout_s: float
-    params_paths: dict[str, str]
-    """Where the request set a stage's parameters, by stage: "stage_params[1].sampling"."""
+GROUP_TIMEOUT_S = 120.0
+"""Longest wait of a request for its companions, once its own stage 0 has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +67,14 @@ class Numbered:
 class Run:
     """One admitted or soon to be admitted request. One reader iterates it with `next`."""
 
-    def __init__(self, plan: Plan, queue_bytes: int, on_close: Callable[[Run], None]) -> None:
+    def __init__(
+        self, plan: Plan, queue_bytes: int, artifacts: Artifacts, on_close: Callable[[Run], None]
+    ) -> None:
         self.plan = plan
         self.request_id = plan.request.request_id
-        self.arrived_at = time.perf_counter()
         self.error: OmniError | None = None
         self.closed = False
+        self.artifacts = artifacts
         self._loop = asyncio.get_running_loop()
         self._deadline_at = self._loop.time() + plan.timeout_s
         self._on_close = on_close
@@ -93,20 +83,16 @@ class Run:
         """The input of a resumable request."""
         self._next_seq = 0
         self._stages = self._build_stages()
+        self._group = Group([])
+        self._submission = Submission(plan, artifacts, self._deadline_at)
         self._admission: asyncio.Future[None] = self._loop.create_future()
         self._released = asyncio.Event()
         self._closed_event = asyncio.Event()
         self._emitted = False
-        self._finishes: dict[tuple[str, int], StageFinish] = {}
+        self._report = Report()
         self._touched_at = self._loop.time()
         self._chunk: Chunk | None = None
-        self._usage = Usage()
-        self._submitted_at = 0.0
-        self._preprocess_ms = 0.0
-        self._queue_wait_ms = 0.0
-        self._first_output_ms: dict[str, float] = {}
-        self._timer = self._loop.call_later(plan.timeout_s, self._expire)
-        self._input_timer: asyncio.TimerHandle | None = None
+        self._timers = [self._loop.call_later(plan.timeout_s, self._expire)]
 
     def _build_stages(self) -> dict[str, StageRun]:
         needed = {node.name for node in self.plan.needed}
@@ -130,12 +116,13 @@ class Run:
         Raises what refused it. On any error, and when cancelled, the run is closed and nothing is
         left."""
         try:
-            self._submitted_at = time.perf_counter()
-            self._submit(self._entry)
+            await self._submission.transform()
+            self._report.transform_ms = self._submission.transform_ms
+            self._submit_group(await self._submission.companions())
             if self.lane is not None:
                 # Its prompt is input like any other: what refuses it refuses the request.
                 if not self.plan.request.prompt.empty:
-                    await self.lane.begin(self.plan.request.prompt)
+                    await self.lane.begin(self._submission.prompt)
                 self._watch_input()
             await self._admission
         except OmniError as error:
@@ -160,21 +147,20 @@ class Run:
             ),
         )
 
-    def _submit(self, stage: StageRun, prompt: Prompt | None = None) -> TaskHandle:
-        request, entry = self.plan.request, stage is self._entry
-        if entry and not request.resumable:
-            prompt = request.prompt
-        task = Task(
-            id=new_task_id(),
-            request_id=self.request_id,
-            params=self.plan.params[stage.node.name],
-            timeout_s=max(0.0, self._deadline_at - self._loop.time()),
-            prompt=prompt,
-            streaming=request.resumable or not entry,
-            resumable=request.resumable,
-            options=request.options if entry else RequestOptions(),
-        )
-        return stage.began(stage.node.pool.acquire().submit(task, stage))
+    def _submit_group(self, companions: list[Task]) -> None:
+        """Sends the request and its companions, in one turn of the loop and so in one message, to
+        one replica of stage 0. All are registered before any is sent."""
+        entry, submission = self._entry, self._submission
+        self._group = Group([CompanionRun(self, task) for task in companions])
+        replica = entry.node.pool.acquire()
+        self._report.submitted()
+        for member in self._group.members:
+            member.began(replica.submit(member.task, member))
+        entry.began(replica.submit(submission.task(entry.node, submission.prompt), entry))
+
+    def _submit(self, stage: StageRun, prompt: Prompt | None) -> TaskHandle:
+        replica = stage.node.pool.acquire()
+        return stage.began(replica.submit(self._submission.task(stage.node, prompt), stage))
 
     def ensure_started(self, stage: StageRun, prompt: Prompt | None = None) -> TaskHandle:
         """The stage's task, submitted now if it was not."""
@@ -197,6 +183,10 @@ class Run:
                 stage.feed(prompt=item)
 
     # ------------------------------------------------------------ input
+
+    async def viewed(self, prompt: Prompt) -> Prompt:
+        """A prompt that a client feeds, as stage 0 sees it."""
+        return (await self._submission.view(prompt, self.request_id))[0]
 
     def send_chunk(self, number: int, chunk: Chunk, *, end: bool) -> None:
         """Sends a client's chunk to stage 0; the parameters of its segment go where they belong."""
@@ -234,9 +224,8 @@ class Run:
         if idle >= limit and self.lane.waits:
             self.close(InputTimeout(f"no input came for {limit:g} s"))
         else:
-            self._input_timer = self._loop.call_later(
-                max(limit - idle, limit / 20), self._watch_input
-            )
+            delay = max(limit - idle, limit / 20)
+            self._timers[1:] = [self._loop.call_later(delay, self._watch_input)]
 
     async def ended(self) -> None:
         """Returns when the run is closed."""
@@ -248,14 +237,36 @@ class Run:
         """A stage has taken its task; at stage 0 this is the request's admission."""
         if self.closed or stage is not self._entry:
             return
-        waited = (time.perf_counter() - self._submitted_at) * 1e3
-        self._preprocess_ms = prepare_ms
-        self._queue_wait_ms = max(0.0, waited - prepare_ms)
-        if not self._admission.done():
+        self._report.admitted(0.0 if stage.node.config.engine in DIFFUSION else prepare_ms)
+        stage.admitted = True
+        self.group_changed()
+
+    def group_changed(self) -> None:
+        """Something became of stage 0's task or of a companion: is the group admitted, is it
+        complete?"""
+        if self.closed:
+            return
+        entry, group = self._entry, self._group
+        if not self._admission.done() and entry.admitted and group.admitted:
             # Here and not in `admit`: outputs may come in this same turn of the loop, and
             # `accepted` is first.
             self._put(self._accepted())
             self._admission.set_result(None)
+        if group.members and entry.ended and group.complete and not group.handed_on:
+            group.handed_on = True
+            outputs = group.outputs()
+            for consumer, bridge in entry.consumers:
+                join = getattr(bridge, "join", None)
+                self._hand_on(consumer, join(outputs) if join is not None else bridge.finish())
+                consumer.source_ended(entry.node.name)
+
+    def companion_lost(self) -> None:
+        """The replica of a companion is gone: so is its parent's."""
+        self.stage_lost(self._entry)
+
+    def add_usage(self, usage: Usage) -> None:
+        """Counts what a stage or a companion used."""
+        self._report.usage += usage
 
     def stage_refused(self, stage: StageRun, error: OmniError) -> None:
         """A stage did not take its task."""
@@ -281,7 +292,7 @@ class Run:
         if self.closed:
             return
         if output.usage is not None:
-            self._usage += output.usage
+            self.add_usage(output.usage)
         if output.payload is not None:
             if stage.final:
                 self._emit(stage, output)
@@ -291,8 +302,7 @@ class Run:
         if output.progress is not None:
             self._put(StageProgress(stage.node.name, output.progress))
         if output.finish is not None:
-            finish = StageFinish(stage.node.name, output.index, output.finish)
-            self._finishes[stage.node.name, output.index] = finish
+            self._report.finish(stage.node.name, output.index, output.finish)
             if output.segment_end:
                 self._segment_ended(stage, output.segment, output.finish.reason)
 
@@ -305,9 +315,7 @@ class Run:
 
     def _emit(self, stage: StageRun, output: StageOutput) -> None:
         assert output.payload is not None and stage.node.config.output is not None
-        modality = stage.node.config.output.value
-        if modality not in self._first_output_ms:
-            self._first_output_ms[modality] = (time.perf_counter() - self.arrived_at) * 1e3
+        self._report.output(stage.node.config.output)
         self._emitted = True
         self._touched()
         for content in stage.cutter.cut(output.payload):
@@ -329,11 +337,16 @@ class Run:
             self.close(self._placed(stage, error))
             return
         stage.ended, stage.ended_at = True, time.perf_counter()
-        for consumer, bridge in stage.consumers:
-            self._hand_on(consumer, bridge.finish())
-            consumer.source_ended(stage.node.name)
+        if stage is self._entry and self._group.members:
+            # Deferred until the companions are done too, but not for ever.
+            self._timers.append(self._loop.call_later(GROUP_TIMEOUT_S, self._group_late))
+            self.group_changed()
+        else:
+            for consumer, bridge in stage.consumers:
+                self._hand_on(consumer, bridge.finish())
+                consumer.source_ended(stage.node.name)
         if all(s.ended for s in self._stages.values() if s.final):
-            self._put(self._finished())
+            self._put(self._report.finished(self._stages.values()))
             self.close(None)
 
     def stage_lost(self, stage: StageRun) -> None:
@@ -346,25 +359,9 @@ class Run:
         else:
             self.close(StageUnavailable(where, retry_after_s=stage.node.config.restart.backoff))
 
-    def _finished(self) -> Finished:
-        now = time.perf_counter()
-        timings = Timings(
-            preprocess_ms=self._preprocess_ms,
-            transform_ms=0.0,
-            queue_wait_ms=self._queue_wait_ms,
-            stage_ms={
-                name: ((stage.ended_at or now) - stage.started_at) * 1e3
-                for name, stage in self._stages.items()
-                if stage.started_at is not None
-            },
-            first_output_ms=self._first_output_ms,
-            total_ms=(now - self.arrived_at) * 1e3,
-        )
-        finals = [stage.cutter for stage in self._stages.values() if stage.final]
-        delivered = Usage(
-            audio_samples=sum(c.samples for c in finals), frames=sum(c.frames for c in finals)
-        )
-        return Finished(tuple(self._finishes.values()), self._usage + delivered, timings)
+    def _group_late(self) -> None:
+        if not self._group.handed_on:
+            self.close(StageTimeout("guidance companions did not finish in time"))
 
     # ------------------------------------------------------------ the reader
 
@@ -399,27 +396,32 @@ class Run:
         if self.closed:
             return
         self.closed, self.error = True, error
-        self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         if not self._admission.done():
             # Nobody may be waiting (the caller was cancelled): then there is nobody to tell.
             self._admission.set_exception(error or InternalError("internal error"))
             self._admission.exception()
-        if self._input_timer is not None:
-            self._input_timer.cancel()
         if self.lane is not None:
             self.lane.close(error)
         self._outbox.close(discard=error is not None)
-        for stage in self._stages.values():
-            if stage.holds and stage.handle is not None:
-                stage.handle.abort()
+        for holder in self._holders():
+            if holder.handle is not None:
+                holder.handle.abort()
+        self.artifacts.delete()
         self._on_close(self)
         self._closed_event.set()
         self.stage_released()
 
     def stage_released(self) -> None:
         """Notes that a replica let go; with the last one the run is released."""
-        if self.closed and not any(stage.holds for stage in self._stages.values()):
+        if self.closed and not self._holders():
             self._released.set()
+
+    def _holders(self) -> list[StageRun | CompanionRun]:
+        """Whose tasks replicas still hold."""
+        stages = [stage for stage in self._stages.values() if stage.holds]
+        return [*stages, *(member for member in self._group.members if member.holds)]
 
     async def released(self) -> None:
         """Returns when the run is closed and no replica holds anything of it."""
@@ -432,7 +434,8 @@ class Run:
             "closed": self.closed,
             "queued_events": len(self._outbox),
             "queued_bytes": self._outbox.bytes,
-            "held_by": [name for name, stage in self._stages.items() if stage.holds],
+            "held_by": [type(one).__name__ for one in self._holders()],
+            "artifacts": [str(directory) for directory in self.artifacts.directories],
         }
 
 

@@ -63,7 +63,7 @@ class Server:
                     self._pools.append(shared[key])
                 pools[stage.name] = shared[key]
             built[config.name] = build_pipeline(config, pools)
-        self.engine = Engine(built, names[0], settings)
+        self.engine = Engine(built, names[0], settings, self._folder / "artifacts")
         self._grpc = grpc.aio.server(
             interceptors=(Edge(self.pod),), options=channel_options(settings)
         )

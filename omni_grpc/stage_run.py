@@ -32,6 +32,7 @@ class StageRun:
         self.handle: TaskHandle | None = None
         self.holds = False
         """Whether the replica still holds the task."""
+        self.admitted = False
         self.ended = False
         self.final = False
         self.consumers: list[tuple[StageRun, Bridge]] = []

@@ -10,6 +10,8 @@ from omni_grpc.config import PipelineConfig, StageConfig
 from omni_grpc.errors import ConfigError, InvalidField
 from omni_grpc.params import FIELD_BY_KIND, KIND_BY_ENGINE, parse_params
 from omni_grpc.pipelines.bridges import BridgeFactory, load_bridge
+from omni_grpc.pipelines.expansions import Expansion, load_expansion
+from omni_grpc.pipelines.transforms import Transform, load_transform
 from omni_grpc.pool import StagePool
 from omni_grpc.types import (
     AudioEncoding,
@@ -55,6 +57,8 @@ class Pipeline:
 
     config: PipelineConfig
     stages: Mapping[str, StageNode]
+    transform: Transform | None = None
+    expansion: Expansion | None = None
 
     @property
     def name(self) -> str:
@@ -101,7 +105,7 @@ def _with_params(form: MediaFormat | None, params: Params | None) -> MediaFormat
     match form, params:
         case AudioFormat(), CodecParams(encoding=str(encoding)):
             return AudioFormat(form.sample_rate_hz, form.channels, AudioEncoding(encoding))
-        case (ImageFormat() | VideoFormat()), DiffusionParams(output_mime_type="tensor"):
+        case ((ImageFormat() | VideoFormat()), DiffusionParams(output_mime_type="tensor")):
             return None
         case ImageFormat(), DiffusionParams():
             mime_type = params.output_mime_type or form.mime_type
@@ -131,7 +135,9 @@ def build_pipeline(config: PipelineConfig, pools: Mapping[str, StagePool]) -> Pi
             else None,
             consumers=tuple(s.name for s in config.stages if stage.name in s.inputs),
         )
-    return Pipeline(config, stages)
+    transform = load_transform(config.transform) if config.transform else None
+    expansion = load_expansion(config.expansion) if config.expansion else None
+    return Pipeline(config, stages, transform, expansion)
 
 
 def check_pipeline(config: PipelineConfig) -> None:
@@ -140,6 +146,10 @@ def check_pipeline(config: PipelineConfig) -> None:
         load_bridge(stage.bridge, stage.bridge_args)
         _params(config, place, "defaults", stage.defaults)
         _params(config, place, "constraints", stage.constraints)
+    if config.transform:
+        load_transform(config.transform)
+    if config.expansion:
+        load_expansion(config.expansion)
 
 
 def _params(config: PipelineConfig, place: int, field: str, values: dict[str, object]) -> Params:

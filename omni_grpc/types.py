@@ -292,6 +292,8 @@ class RequestOptions(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     additional_information: dict[str, Any] | None = None
     trace_headers: dict[str, str] | None = None
+    tenant: str = ""
+    """Whose request it is; caches that callers can name entries of are kept apart by it."""
 
 
 class StageParams(msgspec.Struct, frozen=True):

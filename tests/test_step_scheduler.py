@@ -111,6 +111,7 @@ async def test_who_joins_midway_starts_at_the_next_tick(make: Make) -> None:
     model = Model(gated=True)
     scheduler = make(model)
     first = asyncio.create_task(finish(scheduler, Count("first", 4)))
+    model.go.release()
     await model.called(2)
     second = asyncio.create_task(finish(scheduler, Count("second", 4)))
     await asyncio.sleep(0.02)

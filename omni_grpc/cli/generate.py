@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from omni_grpc.cli.call import DEFAULT_TARGET, Target, call_server
-from omni_grpc.cli.failure import EXIT_CODES
+from omni_grpc.cli.failure import EXIT_CODES, fail
 
 if TYPE_CHECKING:
     from omni_grpc_client import OmniClient
@@ -34,6 +34,8 @@ omni-grpc generate "Say hello" --out hello.wav
 
 omni-grpc generate - --system "Be brief." --max-tokens 50 < question.txt
 
+omni-grpc generate --audio question.wav --out answer.wav
+
 omni-grpc generate "A red fox" --pipeline painter --out fox.png --set denoise.steps=20
 
 {EXIT_CODES} A call that fails leaves no file behind."""
@@ -45,6 +47,14 @@ Out = Annotated[
         metavar="FILE",
         help="Write an output here, by extension: .wav .png .jpg .webp .mp4 .txt. Repeatable.",
     ),
+]
+Audio = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Sound that goes with the prompt; or a URI. Repeatable."),
+]
+Picture = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Picture that goes with the prompt; or a URI. Repeatable."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -71,12 +81,21 @@ class Wish:
     settings: tuple[str, ...]
     request_id: str
     timeout: float | None
+    media: tuple[tuple[str, str], ...] = ()
+    """(modality, file or URI) of what goes with the prompt."""
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What is asked; - reads it from stdin.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(help="What is asked; - reads it from stdin. May be left out with media."),
+    ] = "",
     out: Out = None,
-    pipeline: Annotated[str, typer.Option(help="Pipeline; the server's default if none.")] = "",
+    audio: Audio = None,
+    image: Picture = None,
+    pipeline: Annotated[
+        str, typer.Option(help="Pipeline; the server's default, or the first that takes the media.")
+    ] = "",
     modality: Annotated[
         list[Modality] | None,
         typer.Option(help="Wanted output. Repeatable. Default: text, and what --out needs."),
@@ -120,7 +139,11 @@ def generate(
         tuple(settings or ()),
         request_id,
         timeout,
+        tuple(("audio", source) for source in audio or ())
+        + tuple(("image", source) for source in image or ()),
     )
+    if not (wish.prompt or wish.media):
+        raise fail("there is no prompt, and neither --audio nor --image in its place")
     call_server(target, lambda client: run(client, wish, json=json, quiet=quiet))
 
 
@@ -137,10 +160,11 @@ async def run(client: OmniClient, wish: Wish, *, json: bool, quiet: bool) -> Non
         display = stack.enter_context(Display(json=json, quiet=quiet))
         async for event in client.stream(
             plan.prompt,
-            pipeline=wish.pipeline,
+            pipeline=plan.pipeline,
             request_id=wish.request_id,
             stage_params=plan.stage_params,
             output_modalities=plan.modalities,
+            media=plan.media,
             timeout=wish.timeout,
         ):
             display.show(event)

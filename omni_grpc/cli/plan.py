@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from omni_grpc.cli.call import CommandError
 from omni_grpc_client import (
+    Media,
     Modality,
     Params,
     PipelineInfo,
     PromptLike,
     ServerInfo,
     StageInfo,
+    make_media,
     make_params,
 )
 
@@ -31,6 +33,8 @@ class Plan:
     prompt: PromptLike
     stage_params: dict[str, Params]
     modalities: tuple[Modality, ...]
+    pipeline: str = ""
+    media: tuple[Media, ...] = ()
 
 
 def plan_call(info: ServerInfo, wish: Wish, files: Sequence[OutFile]) -> Plan:
@@ -38,14 +42,38 @@ def plan_call(info: ServerInfo, wish: Wish, files: Sequence[OutFile]) -> Plan:
     prompt: PromptLike = wish.prompt
     if wish.system is not None:
         prompt = [("system", wish.system), ("user", wish.prompt)]
-    pipeline = info.pipeline(wish.pipeline)
+    media = tuple(_media(*item) for item in wish.media)
+    name = wish.pipeline or _taking(info, {modality for modality, _ in wish.media})
+    pipeline = info.pipeline(name)
     wanted = [*(Modality(name) for name in wish.modalities), *(file.modality for file in files)]
     if pipeline is None:
         # The server says so better than we could.
-        return Plan(prompt, {}, tuple(dict.fromkeys(wanted)))
+        return Plan(prompt, {}, tuple(dict.fromkeys(wanted)), name, media)
     if not wish.modalities:
         wanted = [*_default_modalities(pipeline, wanted), *wanted]
-    return Plan(prompt, stage_params(pipeline, wish), tuple(dict.fromkeys(wanted)))
+    params = stage_params(pipeline, wish)
+    return Plan(prompt, params, tuple(dict.fromkeys(wanted)), name, media)
+
+
+def _media(modality: str, source: str) -> Media:
+    try:
+        return make_media(source, modality)
+    except OSError as error:
+        raise CommandError(f"--{modality} {source}: cannot be read: {error.strerror}") from None
+
+
+def _taking(info: ServerInfo, modalities: set[str]) -> str:
+    """The first pipeline that takes such media, the default one before others; "" is that one."""
+    default = info.pipeline()
+    for pipeline in (*filter(None, [default]), *info.pipelines):
+        if modalities.issubset(pipeline.input_modalities):
+            return "" if pipeline is default else pipeline.name
+    if not modalities:
+        return ""
+    raise CommandError(
+        f"no pipeline here takes {' and '.join(sorted(modalities))}",
+        "omni-grpc describe lists what each takes; smol-converse hears, smol-read reads",
+    )
 
 
 def _default_modalities(pipeline: PipelineInfo, wanted: list[Modality]) -> list[Modality]:

@@ -8,7 +8,7 @@ ended."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -32,11 +32,19 @@ class Bridge(Protocol):
     """One request's bridge between two stages."""
 
     def push(self, payload: Payload) -> Iterable[Payload | Prompt]:
-        """What the next stage gets after this output of the source: content, or a prompt for a stage
-        that takes prompts."""
+        """What the next stage gets after this output of the source: content, or a prompt for a
+        stage that takes prompts."""
 
     def finish(self) -> Iterable[Payload | Prompt]:
         """What it gets when the source has ended a segment, or all: then the bridge begins anew."""
+
+
+class GuidedBridge(Bridge, Protocol):
+    """A bridge that can hand on a guidance group: what a pipeline with an expansion needs."""
+
+    def join(self, companions: Sequence[tuple[str, list[Payload]]]) -> Iterable[Payload | Prompt]:
+        """What the next stage gets of the source and its companions, given as (role, outputs) in
+        order. Called in place of `finish`, once, when all have ended."""
 
 
 BridgeFactory = Callable[[BridgeContext], Bridge]
@@ -132,8 +140,12 @@ class Transcript:
                 rest = iter(texts)
                 return (Prompt(Messages(tuple(_told(message, rest) for message in messages))),)
             case Text(text):
-                return (Prompt(Text("\n".join([text, *texts]))),)
-        return (Prompt(Text("\n".join(filter(None, [self._instruction, *texts])))),)
+                instruction = text
+            case _:
+                instruction = self._instruction
+        # On one line: small models lose sight of an instruction that stands apart.
+        told = "\n".join(texts)
+        return (Prompt(Text(f"{instruction} {told}".strip())),)
 
 
 def _told(message: Message, texts: Iterator[str]) -> Message:
@@ -148,11 +160,24 @@ def _told(message: Message, texts: Iterator[str]) -> Message:
     return Message(message.role, tuple(parts))
 
 
+class GuidedPrompt(Question):
+    """As `question`, with the text of the companion "negative" as the prompt's negative text."""
+
+    def join(self, companions: Sequence[tuple[str, list[Payload]]]) -> Iterable[Prompt]:
+        parts, self._parts = self._parts, []
+        negative = next((outputs for role, outputs in companions if role == "negative"), None)
+        text = None
+        if negative is not None:
+            text = "".join(p.text for p in negative if isinstance(p, TextDelta))
+        return (Prompt(Text("".join(parts)), negative_text=text),)
+
+
 _BUILT_IN: dict[str, BridgeFactory] = {
     "forward": Forward,
     "spoken-text": SpokenText,
     "whole-text": WholeText,
     "question": Question,
+    "guided-prompt": GuidedPrompt,
     "transcript": Transcript,
 }
 

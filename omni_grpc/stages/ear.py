@@ -16,7 +16,7 @@ import soxr
 from faster_whisper import WhisperModel
 from numpy.typing import NDArray
 
-from omni_grpc.stages.media import DecodedAudio, invalid_media, load_media
+from omni_grpc.stages.media import DecodedAudio, load_media
 from omni_grpc.stages.recognition import RecognitionStage
 from omni_grpc.types import Media, Modality, StageFacts
 

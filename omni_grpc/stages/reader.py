@@ -1,6 +1,7 @@
 """The reader: OCR, by RapidOCR. Pictures in, the text on them out, a line per line.
 
-    engine_args: {threads: 1}"""
+    engine_args: {threads: 1}
+"""
 
 from __future__ import annotations
 

@@ -14,12 +14,13 @@ from typing import ClassVar, Generic, TypeVar
 from omni_grpc.errors import InvalidField, NotSupported
 from omni_grpc.ipc import StageSpec, Task
 from omni_grpc.stages.base import Inputs, Stage
-from omni_grpc.stages.media import invalid_media, load_media, media_policy, prompt_media
+from omni_grpc.stages.media import invalid_media, media_policy, prompt_media
 from omni_grpc.types import (
     CustomParams,
     Finish,
     FinishReason,
     Media,
+    Messages,
     Modality,
     StageOutput,
     TextDelta,
@@ -64,7 +65,8 @@ class RecognitionStage(Stage[dict[str, Item]], Generic[Item]):
             if media.modality is not self.modality:
                 raise InvalidField(f"{path}.modality", f"must be {self.modality.value} here")
         if not found:
-            place = "prompt.messages" if task.prompt.content is not None else "prompt.media"
+            turns = isinstance(task.prompt.content, Messages)
+            place = "prompt.messages" if turns else "prompt.media"
             raise InvalidField(place, f"holds no {self.modality.value}")
         return {path: await self.decode(media, path) for path, media in found}
 

@@ -81,7 +81,7 @@ def _capabilities(pipeline: Pipeline) -> dict[str, Any]:
     answers = {
         **{
             f"prompt.{form}": form in config.prompts
-            for form in ("text", "token_ids", "messages", "embeds")
+            for form in ("text", "token_ids", "messages", "embeds", "media")
         },
         **{f"input.{m.value}": m in config.inputs for m in Modality if m is not Modality.TENSOR},
         **{f"output.{m.value}": m in offered for m in Modality},

@@ -63,7 +63,7 @@ from omni_grpc_client.media import (
     Video,
     VideoFormat,
 )
-from omni_grpc_client.request import Params, ParamsKind, PromptLike, make_params
+from omni_grpc_client.request import Params, ParamsKind, PromptLike, make_media, make_params
 from omni_grpc_client.wav import WavWriter
 
 __version__ = "0.1.0"
@@ -137,5 +137,6 @@ __all__ = [
     "VideoFormat",
     "Violation",
     "WavWriter",
+    "make_media",
     "make_params",
 ]

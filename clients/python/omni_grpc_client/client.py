@@ -12,6 +12,7 @@ from urllib.parse import quote
 import grpc
 
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
+from omni_grpc.v1.prompt_pb2 import Media
 from omni_grpc.v1.service_pb2 import AddRequestRequest
 from omni_grpc_client.answer import Answer, AnswerBuilder
 from omni_grpc_client.errors import decode_error
@@ -93,10 +94,13 @@ class OmniClient:
         request_id: str = "",
         stage_params: Mapping[str, Params] | None = None,
         output_modalities: Iterable[Modality | str] = (),
+        media: Iterable[Media] = (),
         timeout: float | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Submits a request and yields its events: Accepted first, Finished last.
 
+        `media` (see make_media) go with the prompt: beside its text, in the last turn of a
+        conversation, or alone where the prompt is "".
         An AddRequestRequest is sent as it is, the parameters beside it must be unset. `timeout` in
         seconds; None: the pipeline's longest duration. Breaking out of the iteration, or cancelling
         the task, aborts the request on the server; what came before stays valid. With
@@ -105,7 +109,9 @@ class OmniClient:
 
         Raises OmniCallError when the server refuses or fails the request, ProtocolError when it
         breaks the contract's order, ValueError for what the contract cannot express."""
-        request = _request(prompt, pipeline, request_id, stage_params, output_modalities)
+        request = _request(
+            prompt, pipeline, request_id, stage_params, output_modalities, tuple(media)
+        )
         call = self._ready.AddRequest(
             request, timeout=timeout, metadata=_mirrored(request.request_id)
         )
@@ -131,6 +137,7 @@ class OmniClient:
         request_id: str = "",
         stage_params: Mapping[str, Params] | None = None,
         output_modalities: Iterable[Modality | str] = (),
+        media: Iterable[Media] = (),
         timeout: float | None = None,
     ) -> Answer:
         """The whole answer; parameters, errors and cancelling as for `stream`."""
@@ -141,6 +148,7 @@ class OmniClient:
             request_id=request_id,
             stage_params=stage_params,
             output_modalities=output_modalities,
+            media=media,
             timeout=timeout,
         )
         async with aclosing(events):
@@ -182,6 +190,7 @@ def _request(
     request_id: str,
     stage_params: Mapping[str, Params] | None,
     output_modalities: Iterable[Modality | str],
+    media: tuple[Media, ...],
 ) -> AddRequestRequest:
     modalities = tuple(output_modalities)
     if not isinstance(prompt, AddRequestRequest):
@@ -191,8 +200,9 @@ def _request(
             request_id=request_id,
             stage_params=stage_params,
             output_modalities=modalities,
+            media=media,
         )
-    if pipeline or request_id or stage_params or modalities:
+    if pipeline or request_id or stage_params or modalities or media:
         raise ValueError("a whole AddRequestRequest is sent as it is: set its own fields")
     return prompt
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.struct_pb2 import Struct
 
 from omni_grpc.v1.params_pb2 import CodecParams, DiffusionParams, SamplingParams, StageParams
-from omni_grpc.v1.prompt_pb2 import Message, MessagePart, Messages, Prompt
+from omni_grpc.v1.prompt_pb2 import Media, Message, MessagePart, Messages, Prompt
 from omni_grpc.v1.service_pb2 import AddRequestRequest
 from omni_grpc_client.media import Modality, encode_modality
 
@@ -18,6 +20,8 @@ PromptLike = str | Prompt | Sequence[tuple[str, str]]
 
 Params = SamplingParams | DiffusionParams | CodecParams | Mapping[str, Any]
 """Parameters of one stage; a mapping is for a stage of engine `fake` or `python`."""
+
+URI_SCHEMES = ("http://", "https://", "file:", "data:")
 
 ParamsKind = Literal["sampling", "diffusion", "codec", "custom"]
 
@@ -35,12 +39,13 @@ def build_request(
     request_id: str = "",
     stage_params: Mapping[str, Params] | None = None,
     output_modalities: Iterable[Modality | str] = (),
+    media: Iterable[Media] = (),
 ) -> AddRequestRequest:
     """The contract's message. Raises ValueError for a modality or a value that it cannot hold."""
     return AddRequestRequest(
         request_id=request_id,
         pipeline=pipeline,
-        prompt=_prompt(prompt),
+        prompt=_prompt(prompt, tuple(media)),
         stage_params=[_stage_params(*item) for item in (stage_params or {}).items()],
         output_modalities=[encode_modality(modality) for modality in output_modalities],
     )
@@ -65,12 +70,30 @@ def make_params(kind: ParamsKind, values: Mapping[str, Any]) -> Params:
     return message
 
 
-def _prompt(prompt: PromptLike) -> Prompt:
+def make_media(source: str | PathLike[str], modality: Modality | str, mime_type: str = "") -> Media:
+    """A picture, sound or film of a prompt: the file at a path, read now, or a URI for the server.
+
+    `mime_type` empty: the server finds out. Raises OSError for a file that cannot be read."""
+    kind = encode_modality(modality)
+    if isinstance(source, str) and source.lower().startswith(URI_SCHEMES):
+        return Media(modality=kind, uri=source, mime_type=mime_type)
+    return Media(modality=kind, data=Path(source).read_bytes(), mime_type=mime_type)
+
+
+def _prompt(prompt: PromptLike, media: tuple[Media, ...]) -> Prompt:
     if isinstance(prompt, Prompt):
+        if media:
+            raise ValueError("a whole Prompt is sent as it is: set its own media")
         return prompt
     if isinstance(prompt, str):
-        return Prompt(text=prompt)
+        # No text is not empty text: then the media are the prompt.
+        return Prompt(text=prompt if prompt or not media else None, media=media)
     turns = [Message(role=role, parts=[MessagePart(text=text)]) for role, text in prompt]
+    if media:
+        # With the last turn's words, and in their place where it has none.
+        turns[-1].parts.extend(MessagePart(media=item) for item in media)
+        if not turns[-1].parts[0].text:
+            del turns[-1].parts[0]
     return Prompt(messages=Messages(messages=turns))
 
 

@@ -25,7 +25,7 @@ from omni_grpc.stages.media.decoded import (
 )
 
 MAX_RATE = 48_000
-"""Sound of a higher rate is brought down to this: nothing here hears more, and memory is bounded."""
+"""Sound of a higher rate is brought down to this: no model hears more, and memory is bounded."""
 RATES = range(4_000, 384_001)
 
 # (offset, bytes, FFmpeg's name of the demuxer)
@@ -49,7 +49,9 @@ def demuxer(data: bytes) -> str:
     if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:
         # MPEG audio's frame sync; a layer of 0 is AAC in ADTS.
         return "mp3" if data[1] & 0x06 else "aac"
-    raise Unfit("is not of a known format (WAV, FLAC, Ogg, MP3, AAC, MP4, WebM, Matroska, AVI, GIF)")
+    raise Unfit(
+        "is not of a known format (WAV, FLAC, Ogg, MP3, AAC, MP4, WebM, Matroska, AVI, GIF)"
+    )
 
 
 @contextmanager

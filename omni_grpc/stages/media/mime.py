@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 
 from omni_grpc.types import Modality
 
-_MAJOR = {Modality.IMAGE: ("image",), Modality.AUDIO: ("audio", "video"), Modality.VIDEO: ("video", "image")}
+_MAJOR = {
+    Modality.IMAGE: ("image",),
+    Modality.AUDIO: ("audio", "video"),
+    Modality.VIDEO: ("video", "image"),
+}
 """Types that may hold the modality: MP4 and WebM carry sound alone too, and a GIF may be a film."""
 
 _UNTOLD = ("", "application/octet-stream", "binary/octet-stream", "application/ogg")

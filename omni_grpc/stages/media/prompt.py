@@ -24,7 +24,5 @@ def prompt_media(prompt: Prompt, policy: MediaPolicy) -> list[tuple[str, Media]]
             if isinstance(part, Media)
         ]
     if len(found) > policy.max_items:
-        raise InvalidField(
-            "prompt.media", f"has {len(found)} items, more than {policy.max_items}"
-        )
+        raise InvalidField("prompt.media", f"has {len(found)} items, more than {policy.max_items}")
     return found

@@ -43,7 +43,9 @@ async def read_uri(uri: str, policy: MediaPolicy, path: str) -> Content:
     if scheme == "file":
         if policy.root is None:
             raise InvalidField(path, "file: URIs are not read here")
-        return Content(await asyncio.to_thread(read_file, uri, policy.root, policy.max_bytes, path), "")
+        return Content(
+            await asyncio.to_thread(read_file, uri, policy.root, policy.max_bytes, path), ""
+        )
     if scheme in ("http", "https"):
         if not policy.http:
             raise InvalidField(path, "http(s): URIs are not read here")

@@ -1,0 +1,213 @@
+"""The stage of engine `vllm`. Prompts are rendered and tokenized here, in the replica; parameters
+become vLLM's own. What vLLM refuses, or would ignore, is refused before the request counts as
+admitted, with the field's path."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from importlib import metadata
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import STREAM_FINISHED
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from omni_grpc import types as t
+from omni_grpc.errors import InvalidField, LoraNotFound, NotSupported, PromptTooLong
+from omni_grpc.ipc import StageSpec, Task
+from omni_grpc.stages.base import Inputs, ReplicaDead, Stage
+from omni_grpc.stages.vllm.media import MediaReader
+from omni_grpc.stages.vllm.outputs import stage_outputs
+from omni_grpc.stages.vllm.params import check_form, refusal, sampling_params, unsupported
+from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
+
+
+@dataclasses.dataclass(slots=True)
+class Submitted:
+    """A request that the engine has taken: where its outputs come, and its id in the engine."""
+
+    collector: Any
+    prompt_tokens: int
+
+
+class VllmStage(Stage[Submitted]):
+    """`engine_args` are AsyncEngineArgs, but for `chat`: whether `text` prompts get the chat
+    template (default: if the model has one)."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        super().__init__(spec)
+        arguments = dict(spec.engine_args)
+        self._chat: bool | None = arguments.pop("chat", None)
+        if spec.lora_adapters:
+            arguments.setdefault("enable_lora", True)
+        # Without it, templates that take strings would put all media in front of the text.
+        arguments.setdefault("interleave_mm_strings", True)
+        self._arguments = arguments
+        self._adapters = {
+            name: LoRARequest(name, number, path)
+            for number, (name, path) in enumerate(sorted(spec.lora_adapters.items()), 1)
+        }
+
+    async def load(self) -> t.StageFacts:
+        arguments = AsyncEngineArgs(
+            model=self.spec.model, disable_log_stats=True, **self._arguments
+        )
+        self._engine = AsyncLLM.from_engine_args(arguments)
+        config = self._engine.vllm_config
+        self._context: int = config.model_config.max_model_len
+        self._defaults: dict[str, Any] = config.model_config.get_diff_sampling_param()
+        self._prompts = self._make_renderer()
+        # Now and not with its first request: an adapter that does not fit fails the start.
+        for adapter in self._adapters.values():
+            await self._engine.add_lora(adapter)
+        await self._warm_up()
+        versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+        return t.StageFacts(
+            context_tokens=self._context,
+            capacity=config.scheduler_config.max_num_seqs,
+            versions=versions | {"vllm": str(vllm_version)},
+        )
+
+    def _make_renderer(self) -> PromptRenderer:
+        renderer, model = self._engine.renderer, self._engine.vllm_config.model_config
+        limits: dict[str, int] = {}
+        rate: float | None = None
+        if renderer.mm_processor is not None:
+            limits = dict(renderer.mm_processor.info.allowed_mm_limits)
+            rate = renderer.mm_processor.data_parser.audio_resampler.target_sr
+        media = MediaReader(self.spec, limits, int(rate) if rate else None)
+        return PromptRenderer(renderer, model, media, chat=self._chat)
+
+    async def _warm_up(self) -> None:
+        params = SamplingParams(max_tokens=4, temperature=0, output_kind=RequestOutputKind.DELTA)
+        prompt = await self._prompts.render(t.Prompt(t.TokenIds([0])), None)
+        async for _ in self._engine.generate(prompt, params, "warm-up"):
+            pass
+
+    # ------------------------------------------------------------ prepare
+
+    async def prepare(self, task: Task) -> Submitted:
+        if task.prompt is None:
+            raise NotSupported("a vllm stage takes prompts, not another stage's outputs")
+        asked = task.params if isinstance(task.params, t.SamplingParams) else t.SamplingParams()
+        self._check_options(task.options)
+        prompt = await self._prompts.render(
+            task.prompt, task.options.tokenization, task.options.tenant
+        )
+        length = prompt_length(prompt)
+        if length >= self._context:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens; the context of {self._context} leaves no room"
+            )
+        if prompt["type"] == "embeds" and asked.prompt_logprobs is not None:
+            raise InvalidField("params.prompt_logprobs", "cannot go with embeddings: no tokens")
+        try:
+            params = await self._params(asked, self._context - length)
+            collector = await self._submit(task, prompt, params)
+        except EngineDeadError as error:
+            raise ReplicaDead("the engine is dead") from error
+        except (VLLMClientError, ValueError) as error:
+            raise refusal(error, "params", asked) from None
+        return Submitted(collector, length)
+
+    async def _params(self, asked: t.SamplingParams, room: int) -> SamplingParams:
+        config = self._engine.vllm_config
+        if asked.extra_args and not self._has_plugins():
+            raise InvalidField("params.extra_args", "the stage has no plug-in that reads them")
+        params = sampling_params(asked, self._defaults, room=room)
+        if asked.structured_outputs is not None:
+            check_form(asked.structured_outputs, config.structured_outputs_config)
+            # In a thread: a schema may take a second to read.
+            await asyncio.to_thread(
+                params.verify,
+                config.model_config,
+                config.speculative_config,
+                config.structured_outputs_config,
+                self._engine.renderer.tokenizer,
+            )
+        return params
+
+    def _has_plugins(self) -> bool:
+        config = self._engine.vllm_config
+        return bool(
+            config.model_config.logits_processors
+            or config.kv_transfer_config
+            or metadata.entry_points(group="vllm.logits_processors")
+        )
+
+    def _check_options(self, options: t.RequestOptions) -> None:
+        """Refuses what vLLM would ignore, or would refuse without saying where."""
+        config = self._engine.vllm_config
+        if options.priority and config.scheduler_config.policy != "priority":
+            raise unsupported("priority", "the stage does not schedule by priority")
+        ranks = config.parallel_config.data_parallel_size
+        if options.data_parallel_rank is not None and options.data_parallel_rank >= ranks:
+            raise InvalidField("data_parallel_rank", f"must be below {ranks}")
+        if options.lora is not None and options.lora not in self._adapters:
+            raise LoraNotFound(f"stage {self.spec.stage!r} has no adapter {options.lora!r}")
+
+    async def _submit(self, task: Task, prompt: Any, params: SamplingParams) -> Any:
+        options = task.options
+        if options.cache_salt:
+            prompt["cache_salt"] = options.cache_salt
+        return await self._engine.add_request(
+            task.request_id,
+            prompt,
+            params,
+            arrival_time=options.arrival_time,
+            lora_request=self._adapters[options.lora] if options.lora is not None else None,
+            trace_headers=options.trace_headers,
+            priority=options.priority or 0,
+            data_parallel_rank=options.data_parallel_rank,
+            reasoning_ended=options.reasoning_ended,
+        )
+
+    # ------------------------------------------------------------ run
+
+    async def run(
+        self, task: Task, prepared: Submitted, inputs: Inputs
+    ) -> AsyncIterator[t.StageOutput]:
+        collector, generated, cached = prepared.collector, 0, 0
+        finished, prompt_told = False, False
+        try:
+            while not finished:
+                # Without an await while something is there: fewer task switches under load.
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                if output is STREAM_FINISHED:
+                    break
+                cached = output.num_cached_tokens or cached
+                generated += sum(len(completion.token_ids) for completion in output.outputs)
+                for delta in stage_outputs(output, prompt_too=not prompt_told):
+                    yield delta
+                prompt_told = prompt_told or bool(output.prompt_logprobs)
+        except EngineDeadError as error:
+            raise ReplicaDead("the engine is dead") from error
+        finally:
+            if not finished:
+                await self._engine.abort(collector.request_id, internal=True)
+            collector.close()
+        yield t.StageOutput(usage=t.Usage(prepared.prompt_tokens, cached, generated))
+
+    def statistics(self) -> t.StageStatistics:
+        waiting_tokens = self._engine.get_num_queued_tokens()
+        return t.StageStatistics(work_left=float(waiting_tokens), counters=self._counters())
+
+    def _counters(self) -> dict[str, int]:
+        """How often a prompt's medium was known here already."""
+        cache = self._engine.renderer.mm_processor_cache
+        if cache is None:
+            return {}
+        found = cache.make_stats()
+        return {"media_cache_hits": found.hits, "media_cache_queries": found.total}
+
+    async def close(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.shutdown()

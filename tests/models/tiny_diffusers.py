@@ -1,0 +1,139 @@
+"""Pipelines of diffusers with tiny networks and weights of chance, built from their configurations
+without any hub: real in every way but what they draw.
+
+    python -m tests.models.tiny_diffusers image|video FOLDER
+"""
+
+from __future__ import annotations
+
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLWan,
+    DPMSolverMultistepScheduler,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from transformers import T5Config, T5EncoderModel, T5Tokenizer, UMT5Config, UMT5EncoderModel
+
+WIDTH = 32
+
+
+def build_image(folder: Path) -> Path:
+    """PixArt-Sigma: a DiT over 8 times smaller latents in patches of 2, so sizes are multiples of
+    16."""
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=4,
+        latent_channels=4,
+        scaling_factor=0.5,
+    )
+    transformer = PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        cross_attention_dim=16,
+        sample_size=8,
+        patch_size=2,
+        caption_channels=WIDTH,
+        use_additional_conditions=False,
+    )
+    _scatter(transformer)
+    pipeline = PixArtSigmaPipeline(
+        tokenizer=_tokenizer(),
+        text_encoder=T5EncoderModel(T5Config(**_encoder())),
+        vae=vae,
+        transformer=transformer,
+        scheduler=DPMSolverMultistepScheduler(),
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def build_video(folder: Path) -> Path:
+    """Wan: a DiT over latents that are 8 times smaller in space and 4 times in time."""
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(
+        base_dim=8,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    )
+    transformer = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=WIDTH,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+    )
+    _scatter(transformer)
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    pipeline = WanPipeline(
+        tokenizer=_tokenizer(),
+        text_encoder=UMT5EncoderModel(UMT5Config(**_encoder())),
+        vae=vae,
+        transformer=transformer,
+        scheduler=scheduler,
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def build_lora(pipeline: Path, folder: Path) -> Path:
+    """A LoRA of chance for the attention of `build_video`'s pipeline."""
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    torch.manual_seed(1)
+    transformer = WanTransformer3DModel.from_pretrained(pipeline, subfolder="transformer")
+    transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v", "to_out.0"]))
+    for name, parameter in transformer.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    layers = get_peft_model_state_dict(transformer)
+    WanPipeline.save_lora_weights(folder, transformer_lora_layers=layers)
+    return folder
+
+
+def _tokenizer() -> Any:
+    """One token per character."""
+    special = ["<pad>", "</s>", "<unk>"]
+    pieces = [*special, "▁", *string.ascii_lowercase, *string.digits, *string.punctuation]
+    return T5Tokenizer(vocab=[(piece, 0.0) for piece in pieces], extra_ids=0)
+
+
+def _encoder() -> dict[str, int]:
+    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return {**sizes, "vocab_size": 128, "relative_attention_num_buckets": 8}
+
+
+def _scatter(network: torch.nn.Module) -> None:
+    """Fresh networks start with zeros where the prompt comes in, which would hide it."""
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+
+
+if __name__ == "__main__":
+    {"image": build_image, "video": build_video}[sys.argv[1]](Path(sys.argv[2]))
