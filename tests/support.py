@@ -245,7 +245,8 @@ async def stream(server: Server, method: str, messages: Sequence[bytes]) -> Rich
     def call() -> RichError | None:
         with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             path = f"/omni_grpc.v1.OmniService/{method}"
-            answers = channel.stream_stream(path)(iter(messages), timeout=5)
+            method_of: Any = channel.stream_stream(path)
+            answers = method_of(iter(messages), timeout=5)
             try:
                 for _ in answers:
                     pass

@@ -120,7 +120,7 @@ async def test_text_that_was_merged_is_complete(serve: Serve) -> None:
     """More tokens than messages; the same text and ids as a reader that keeps up gets."""
     served = await serve(echo(), queue_bytes=1 << 16)
     scripts = [script(outputs=20_000, bytes=500)]
-    fields = {"stage_params": scripts, "output_modalities": [TEXT]}
+    fields: dict[str, Any] = {"stage_params": scripts, "output_modalities": [TEXT]}
     call = await begun(served.stub, **fields)
     await settled(served.server)
     slow = [r async for r in call]

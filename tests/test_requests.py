@@ -29,7 +29,7 @@ from tests.support import (
     texts,
 )
 
-STAGES = {TEXT: "text", AUDIO: "audio", IMAGE: "image"}
+STAGES: dict[int, str] = {TEXT: "text", AUDIO: "audio", IMAGE: "image"}
 SUBSETS = [subset for size in (1, 2, 3) for subset in itertools.permutations(STAGES, size)]
 
 

@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from omni_grpc.config import ServerConfig, load_pipeline
-from omni_grpc.embedded import prepare
 from omni_grpc.server import Server
-from omni_grpc.v1 import common_pb2, output_pb2, service_pb2, service_pb2_grpc
+from omni_grpc.v1 import common_pb2, output_pb2, service_pb2
 from tests.support import eventually, in_flight, rich_error
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 QUESTION = "What is the capital of France?"
 RATE = 24000
-
-
-@pytest.fixture(scope="module")
-async def voice_server() -> AsyncIterator[Server]:
-    """smol-voice, warm."""
-    config = load_pipeline("smol-voice")
-    await asyncio.to_thread(prepare, {stage.model for stage in config.stages}, print)
-    server = Server(ServerConfig(port=0), [config])
-    try:
-        await server.start()
-        await server.warm()
-        yield server
-    finally:
-        await server.stop(drain_timeout=1.0)
-
-
-@pytest.fixture(scope="module")
-async def voice(voice_server: Server) -> AsyncIterator[Any]:
-    """A stub of it."""
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{voice_server.port}") as channel:
-        yield service_pb2_grpc.OmniServiceStub(channel)
 
 
 @pytest.fixture(scope="module")

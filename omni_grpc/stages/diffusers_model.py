@@ -84,7 +84,7 @@ class DiffusersModel:
             else {part: getattr(torch, name) for part, name in dtype.items()}
         )
         self.pipe: Any = DiffusionPipeline.from_pretrained(
-            folder, torch_dtype=types, local_files_only=True, **load_args
+            folder, dtype=types, local_files_only=True, **load_args
         )
         self.pipe.to(device)
         self.pipe.set_progress_bar_config(disable=True)
@@ -204,17 +204,21 @@ class DiffusersModel:
         return given | {"generator": torch.Generator().manual_seed(drawing.seed)}
 
     def _callback(self, drawing: Drawing, on_step: OnStep) -> dict[str, Any]:
-        def total() -> int:
-            return int(getattr(self.pipe, "num_timesteps", None) or drawing.steps)
-
         def at_step(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            on_step(step + 1, total(), tensors.get("latents"))
+            total = getattr(self.pipe, "num_timesteps", None) or drawing.steps
+            on_step(step + 1, total, tensors.get("latents"))
             return tensors
+
+        def at_older_step(step: int, _: Any, latents: Any) -> None:
+            # Called once per step, however often the model ran for it; some schedulers add steps.
+            scheduler = self.pipe.scheduler
+            total = max(drawing.steps, len(scheduler.timesteps) // scheduler.order)
+            on_step(step + 1, total, latents)
 
         if self.takes("callback_on_step_end"):
             return {"callback_on_step_end": at_step}
-        if self.takes("callback"):  # the older form
-            return {"callback": lambda step, _, latents: on_step(step + 1, total(), latents)}
+        if self.takes("callback"):
+            return {"callback": at_older_step}
         log.warning("%s tells no steps: a cancel waits for its end", type(self.pipe).__name__)
         return {}
 

@@ -16,7 +16,8 @@ import soxr
 from faster_whisper import WhisperModel
 from numpy.typing import NDArray
 
-from omni_grpc.stages.media import DecodedAudio, load_media
+from omni_grpc.ipc import Task
+from omni_grpc.stages.media import DecodedAudio, invalid_media, load_media
 from omni_grpc.stages.recognition import RecognitionStage
 from omni_grpc.types import Media, Modality, StageFacts
 
@@ -49,6 +50,14 @@ class EarStage(RecognitionStage[Samples]):
         segments, _ = model.transcribe(np.zeros(RATE, np.float32), language="en", beam_size=1)
         list(segments)
         return model
+
+    async def prepare(self, task: Task) -> dict[str, Samples]:
+        sounds = await super().prepare(task)
+        # Each is within the limit; what counts for the model is their sum.
+        if sum(len(samples) for samples in sounds.values()) > self.policy.max_audio_s * RATE:
+            longest = f"{self.policy.max_audio_s:g} s"
+            raise invalid_media(next(reversed(sounds)), f"is over {longest} with those before it")
+        return sounds
 
     async def decode(self, media: Media, path: str) -> Samples:
         sound = await load_media(media, self.policy, path)

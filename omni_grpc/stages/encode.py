@@ -41,7 +41,8 @@ _OPTIONS: dict[str, dict[str, object]] = {
     "image/png": {"format": "PNG"},
     # No chroma subsampling: it bleeds colours over edges, most of all in small pictures.
     "image/jpeg": {"format": "JPEG", "quality": 92, "subsampling": 0},
-    "image/webp": {"format": "WEBP", "quality": 92},
+    # Without loss: with it, WebP always subsamples chroma.
+    "image/webp": {"format": "WEBP", "lossless": True},
 }
 
 

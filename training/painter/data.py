@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from omni_grpc.stages.painter.captions import CAPTIONS, HELD_OUT
+from omni_grpc.stages.painter.judge import Judge
 from omni_grpc.stages.painter.model import WORDS, word_ids
 from omni_grpc.stages.painter.shapes import (
     BACKGROUNDS,
@@ -30,7 +31,8 @@ class Mix:
     """Per attribute: a random word in its place, as in captions that people collect. A model that
     trusts its caption only so far leaves guidance something to do."""
     blended: float = 0.15
-    """Half-way between two captions: colours, outlines and conditioning interpolated alike."""
+    """Between two captions: colours, radii, outlines and conditioning interpolated alike, so that
+    a moving picture can pass from one caption to the next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +48,8 @@ class Batch:
 
 
 class Scenes:
-    """Draws batches on one device. No picture of a held-out caption comes out, nor its caption."""
+    """Draws batches on one device. Nothing that the judge reads as a held-out caption comes
+    out, and no held-out caption."""
 
     def __init__(self, device: torch.device, mix: Mix) -> None:
         self._device = device
@@ -59,19 +62,27 @@ class Scenes:
         self._places = torch.tensor([6 * 6 * 3, 6 * 3, 3, 1], device=device)
         self._colours, self._backgrounds = COLOURS.to(device), BACKGROUNDS.to(device)
         self._radii = RADII.to(device)
+        self._judge = Judge(device)
 
     def draw(self, n: int, generator: torch.Generator) -> Batch:
         one, other = self._captions(n, generator), self._captions(n, generator)
         blended = self._uniform(n, generator) < self._mix.blended
         weight = torch.where(blended, self._uniform(n, generator), 0.0)
-        weight = torch.where(self._passes_held_out(one, other, weight), 0.0, weight)
         pictures = self._render(one, other, weight, generator)
-        dropped = self._uniform(n, generator) < self._mix.dropped
-        words = self._words[self._misread(one, generator)]
-        words = torch.where(dropped[:, None], torch.arange(WORDS, device=self._device), words)
-        plain = (weight == 0)[:, None]
+        # Half-way from red to yellow is orange: what looks like a held-out caption becomes `one`.
+        shown = self._held_out[self._judge.read(pictures).index]
+        plain = self._render(one, one, weight, generator)
+        pictures = torch.where(shown[:, None, None, None], plain, pictures)
+        weight = torch.where(shown, 0.0, weight)
+        words = self._words[torch.where(weight == 0, self._misread(one, generator), one)]
+        # Blends too: the empty caption must know them, or guidance drives pictures away from them.
+        dropped = (self._uniform(n, generator) < self._mix.dropped)[:, None]
+        empty = torch.arange(WORDS, device=self._device)
         return Batch(
-            pictures, torch.where(plain, words, self._words[one]), self._words[other], weight
+            pictures,
+            torch.where(dropped, empty, words),
+            torch.where(dropped, empty, self._words[other]),
+            weight,
         )
 
     def _captions(self, n: int, generator: torch.Generator) -> Tensor:
@@ -85,45 +96,28 @@ class Scenes:
         read = (values * self._places).sum(1)
         return torch.where(self._held_out[read], index, read)
 
-    def _passes_held_out(self, one: Tensor, other: Tensor, weight: Tensor) -> Tensor:
-        """Whether the blend looks most like a held-out caption (red and yellow make orange)."""
-        near = self._values[torch.where(weight < 0.5, one, other)]
-        near[:, 1] = torch.cdist(
-            self._blend(self._colours, 1, one, other, weight), self._colours
-        ).argmin(1)
-        near[:, 3] = torch.cdist(
-            self._blend(self._backgrounds, 3, one, other, weight), self._backgrounds
-        ).argmin(1)
-        return self._held_out[(near * self._places).sum(1)]
-
     def _render(
         self, one: Tensor, other: Tensor, weight: Tensor, generator: torch.Generator
     ) -> Tensor:
         n = len(one)
-        room = reach(torch.lerp(self._radius(one), self._radius(other), weight))
-        cx = (self._uniform(n, generator) * 2 - 1) * room
-        cy = (self._uniform(n, generator) * 2 - 1) * room
-        distance = torch.lerp(
-            self._outline(one, cx, cy), self._outline(other, cx, cy), weight[:, None, None]
-        )
+        # One radius for both ends: between a small and a large ring stands a ring.
+        first, last = (self._radii[self._values[index, 0]] for index in (one, other))
+        radius = torch.lerp(first, last, weight)
+        cx = (self._uniform(n, generator) * 2 - 1) * reach(radius)
+        cy = (self._uniform(n, generator) * 2 - 1) * reach(radius)
+        every, rows = outlines(radius, cx, cy), torch.arange(n, device=self._device)
+        start, end = (every[rows, self._values[index, 2]] for index in (one, other))
         return fill(
-            cover(distance),
+            cover(torch.lerp(start, end, weight[:, None, None])),
             self._blend(self._colours, 1, one, other, weight),
             self._blend(self._backgrounds, 3, one, other, weight),
         )
 
-    def _outline(self, index: Tensor, cx: Tensor, cy: Tensor) -> Tensor:
-        every = outlines(self._radius(index), cx, cy)
-        return every[torch.arange(len(index), device=self._device), self._values[index, 2]]
-
-    def _radius(self, index: Tensor) -> Tensor:
-        return self._radii[self._values[index, 0]]
-
     def _blend(
         self, table: Tensor, attribute: int, one: Tensor, other: Tensor, weight: Tensor
     ) -> Tensor:
-        ends = (table[self._values[index, attribute]] for index in (one, other))
-        return torch.lerp(*ends, weight[:, None])
+        start, end = (table[self._values[index, attribute]] for index in (one, other))
+        return torch.lerp(start, end, weight[:, None])
 
     def _uniform(self, n: int, generator: torch.Generator) -> Tensor:
         return torch.rand(n, generator=generator, device=self._device)

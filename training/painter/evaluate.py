@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Scores:
         """Share of pictures that have all four attributes right, over the captions `which`."""
         return self.hits[which].all(-1).float().mean().item()
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> dict[str, Any]:
         seen = ~_held_out()
         quantiles = self.distance.flatten().quantile(torch.tensor([0.5, 0.95])).tolist()
         return {
@@ -97,7 +98,7 @@ def score(
     return Scores(guidance, steps, hits.view(*shape, 4), torch.cat(distance).view(shape))
 
 
-def table(reports: list[dict]) -> str:
+def table(reports: list[dict[str, Any]]) -> str:
     """Markdown: a column per setting, a row per shape and size."""
 
     def row(name: str, cells: list[str]) -> str:

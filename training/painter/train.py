@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from training.painter.evaluate import add_arguments, evaluate_into
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    steps: int = 20000
+    steps: int = 10000
     batch: int = 1024
     rate: float = 1.5e-3
     warmup: int = 500
@@ -33,6 +33,8 @@ class Plan:
     """Of the average of the weights over the steps, which is what is kept."""
     seed: int = 0
 
+
+_Part = TypeVar("_Part", PainterConfig, "Plan", Mix)
 
 LOG_EVERY = 500
 SAVE_EVERY = 2000
@@ -100,22 +102,21 @@ class Trainer:
 
 
 def train(args: argparse.Namespace) -> None:
-    device = torch.device(args.device)
-    torch.set_float32_matmul_precision("high")  # tf32 on CUDA, nothing on a CPU
-    config, plan, mix = (_take(kind, args) for kind in (PainterConfig, Plan, Mix))
+    config, plan, mix = _taken(PainterConfig, args), _taken(Plan, args), _taken(Mix, args)
+    device, weights = torch.device(args.device), args.out / "weights.safetensors"
     args.out.mkdir(parents=True, exist_ok=True)
-    weights = args.out / "weights.safetensors"
+    torch.set_float32_matmul_precision("high")  # tf32 on CUDA, nothing on a CPU
     trainer, start, losses = Trainer(config, plan, mix, device), time.monotonic(), {}
-    print(sum(p.numel() for p in trainer.model.parameters()), "parameters on", device, flush=True)
     for done, loss in trainer.run():
         losses[done] = round(loss, 5)
         print(f"step {done} loss {loss:.5f} {time.monotonic() - start:.0f} s", flush=True)
         if done % SAVE_EVERY == 0 or done == plan.steps:
             save(trainer.averaged, weights)
     facts = {
-        **{
-            name: asdict(part) for name, part in zip(("config", "plan", "mix"), (config, plan, mix))
-        },
+        "config": asdict(config),
+        "plan": asdict(plan),
+        "mix": asdict(mix),
+        "parameters": sum(values.numel() for values in trainer.model.parameters()),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "seconds": round(time.monotonic() - start),
@@ -126,7 +127,7 @@ def train(args: argparse.Namespace) -> None:
     evaluate_into(load(device, weights), args)
 
 
-def _take(kind, args):
+def _taken(kind: type[_Part], args: argparse.Namespace) -> _Part:
     return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 

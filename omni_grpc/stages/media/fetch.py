@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv6Address, ip_address, ip_network
 from ssl import SSLContext
 from typing import Any
 from urllib.parse import SplitResult, urldefrag, urljoin, urlsplit
@@ -27,14 +27,36 @@ _BUSY = (408, 425, 429)
 """Client errors by their number that are the source's by their cause."""
 
 
-async def fetch(uri: str, policy: MediaPolicy, path: str) -> tuple[bytes, str]:
+MAX_HOST = 253
+"""Longest name in the DNS (RFC 1035)."""
+
+Lookup = Callable[[str, int], Awaitable[list[str]]]
+"""A host's addresses. Raises socket.gaierror."""
+
+
+async def look_up(host: str, port: int) -> list[str]:
+    """What the system's resolver says."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+async def fetch(
+    uri: str,
+    policy: MediaPolicy,
+    path: str,
+    *,
+    lookup: Lookup = look_up,
+    network: httpcore.AsyncNetworkBackend | None = None,
+) -> tuple[bytes, str]:
     """The body behind a URI and its content type. Redirects are followed, within the policy.
+    `lookup` and `network` stand for the system's.
 
     Raises InvalidField for an address that may not be reached, Unfit for content that is not to be
     had or too large, MediaSource where the source fails or is slow."""
     try:
         async with asyncio.timeout(policy.fetch_timeout):
-            return await _follow(uri, policy, path)
+            guarded = GuardedNetwork(policy.private_networks, path, lookup, network)
+            return await _follow(uri, policy, path, guarded)
     except TimeoutError:
         raise MediaSource(f"{path}: its source took over {policy.fetch_timeout:g} s") from None
     except (httpcore.NetworkError, httpcore.TimeoutException):
@@ -43,20 +65,30 @@ async def fetch(uri: str, policy: MediaPolicy, path: str) -> tuple[bytes, str]:
         raise MediaSource(f"{path}: its source broke off or does not speak HTTP") from None
 
 
-async def _follow(uri: str, policy: MediaPolicy, path: str) -> tuple[bytes, str]:
-    backend = GuardedNetwork(policy.private_networks, path)
+async def _follow(
+    uri: str, policy: MediaPolicy, path: str, network: GuardedNetwork
+) -> tuple[bytes, str]:
     async with httpcore.AsyncConnectionPool(
-        ssl_context=_ssl_context(), network_backend=backend, max_keepalive_connections=0
+        ssl_context=_ssl_context(), network_backend=network, max_keepalive_connections=0
     ) as pool:
         for _ in range(policy.max_redirects + 1):
             parts = check_url(uri, policy, path)
             async with pool.stream("GET", uri, headers=_headers(parts)) as response:
                 if response.status not in _REDIRECTS:
                     return await _body(response, policy.max_bytes, path)
-                headers = dict(response.headers)
-            location = headers.get(b"location", headers.get(b"Location", b""))
-            uri = urldefrag(urljoin(uri, location.decode("latin-1"))).url
+                headers = {name.lower(): value for name, value in response.headers}
+            location = headers.get(b"location")
+            if location is None:
+                raise MediaSource(f"{path}: its source redirects to nowhere")
+            uri = _redirected(uri, location.decode("latin-1"), path)
     raise Unfit(f"is behind more than {policy.max_redirects} redirects")
+
+
+def _redirected(uri: str, location: str, path: str) -> str:
+    try:
+        return urldefrag(urljoin(uri, location)).url
+    except ValueError:
+        raise MediaSource(f"{path}: its source redirects to nowhere") from None
 
 
 def _headers(parts: SplitResult) -> list[tuple[str, str]]:
@@ -97,7 +129,7 @@ def check_url(uri: str, policy: MediaPolicy, path: str) -> SplitResult:
         (host or "").encode("idna")
     except (ValueError, UnicodeError):
         raise InvalidField(path, "is not a URL") from None
-    if parts.scheme not in ("http", "https") or not host:
+    if parts.scheme not in ("http", "https") or not host or len(host) > MAX_HOST:
         raise InvalidField(path, "leads to something else than an http(s): URL")
     if not (uri.isascii() and uri.isprintable()) or " " in uri:
         raise InvalidField(path, "holds characters that a URL cannot hold")
@@ -108,6 +140,9 @@ def check_url(uri: str, policy: MediaPolicy, path: str) -> SplitResult:
     return parts
 
 
+_GLOBAL_UNICAST = ip_network("2000::/3")
+
+
 def is_public(address: str) -> bool:
     """Whether an address is of the public internet, however it is written."""
     ip = ip_address(address.partition("%")[0])
@@ -116,6 +151,8 @@ def is_public(address: str) -> bool:
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1]) or _nat64(ip)
         if inner:
             return is_public(str(inner))
+        # All that is allotted for it (RFC 4291); the rest is special, of old or to come.
+        return ip in _GLOBAL_UNICAST and ip.is_global
     return ip.is_global and not ip.is_multicast
 
 
@@ -127,10 +164,17 @@ def _nat64(ip: IPv6Address) -> Any:
 class GuardedNetwork(httpcore.AsyncNetworkBackend):
     """Connects to public addresses only, unless `private` is set."""
 
-    def __init__(self, private: bool, path: str) -> None:
-        self._inner = httpcore.AnyIOBackend()
+    def __init__(
+        self,
+        private: bool,
+        path: str,
+        lookup: Lookup,
+        inner: httpcore.AsyncNetworkBackend | None = None,
+    ) -> None:
+        self._inner = inner or httpcore.AnyIOBackend()
         self._private = private
         self._path = path
+        self._lookup = lookup
 
     async def connect_tcp(
         self,
@@ -152,14 +196,12 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
         raise error
 
     async def _resolve(self, host: str, port: int) -> list[str]:
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = await self._lookup(host, port)
         except socket.gaierror as error:
             if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
                 raise Unfit("is at a host that does not exist") from None
             raise MediaSource(f"{self._path}: its host cannot be looked up now") from None
-        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         if not self._private and not all(is_public(address) for address in addresses):
             raise InvalidField(self._path, "leads to an address that is not public")
         return addresses

@@ -77,26 +77,29 @@ def read_data_uri(uri: str, most: int, path: str) -> Content:
 
 def read_file(uri: str, root: str, most: int, path: str) -> bytes:
     """The bytes of a file below the media root. No link leads out of it."""
-    parts = urlsplit(uri)
-    if parts.netloc not in ("", "localhost"):
-        raise InvalidField(path, "names another host")
-    base = Path(root).resolve()
-    # One answer for what is absent and for what is outside: it tells nothing of the disk.
-    refused = InvalidField(path, "is no file that can be read below the media root")
     try:
-        target = Path(unquote(parts.path)).resolve(strict=True)
-        if not target.is_relative_to(base):
-            raise refused
-        # Not blocking: a pipe must not hold the thread.
-        descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = _open_below(Path(root).resolve(), uri)
     except (OSError, ValueError, RuntimeError):
-        raise refused from None
+        # One answer for what is absent and for what is outside: it tells nothing of the disk.
+        raise InvalidField(path, "is no file that can be read below the media root") from None
     with os.fdopen(descriptor, "rb") as file:
-        # What was opened counts, not what stood there a moment before.
-        opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if not opened.is_relative_to(base) or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise refused
         data = file.read(most + 1)
     if len(data) > most:
         raise Unfit(f"is larger than {most} bytes")
     return data
+
+
+def _open_below(base: Path, uri: str) -> int:
+    """A descriptor of the file that the URI names. Raises OSError, ValueError or RuntimeError."""
+    parts = urlsplit(uri)
+    target = Path(unquote(parts.path)).resolve(strict=True)
+    if parts.netloc not in ("", "localhost") or not target.is_relative_to(base):
+        raise PermissionError(uri)
+    # Not blocking: a pipe must not hold the thread.
+    descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    # What was opened counts, not what stood there a moment before.
+    opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    if opened.is_relative_to(base) and stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(uri)

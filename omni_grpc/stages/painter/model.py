@@ -16,10 +16,10 @@ from enum import StrEnum
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from omni_grpc.stages.painter.captions import Background, Caption, Colour, Shape, Size
 from omni_grpc.stages.painter.shapes import SIDE
@@ -37,8 +37,8 @@ _FASTEST = 200.0  # radians over the whole way from noise to picture
 
 @dataclass(frozen=True, slots=True)
 class PainterConfig:
-    width: int = 144
-    depth: int = 6
+    width: int = 128
+    depth: int = 4
     heads: int = 4
     patch: int = 8
     """Pixels along a patch's side: 32 / patch squared is the number of picture tokens."""
@@ -100,10 +100,10 @@ class Painter(nn.Module):
         return conditioning
 
     def denoise(self, x: Tensor, t: Tensor, conditioning: Tensor) -> Tensor:
-        """The clean pictures [n, 3, 32, 32] that `x` [n, 3, 32, 32] most likely comes from, by the
-        mean. t [n] runs from 0 (x is noise) to 1 (x is clean); conditioning [n, 4, width]."""
+        """The clean pictures [n, 3, 32, 32] that `x` [n, 3, 32, 32] may come from, on average.
+        t [n] runs from 0 (x is noise) to 1 (x is clean); conditioning [n, 4, width]."""
         state: Tensor = self.time(_time_features(t)) + self.caption(conditioning.flatten(1))
-        shared: Tensor = self.modulation(F.silu(state))
+        shared: Tensor = self.modulation(functional.silu(state))
         picture: Tensor = self.patches(self._cut(x)) + self.places
         tokens = torch.cat([picture, conditioning], dim=1)
         for block in self.blocks:
@@ -148,7 +148,11 @@ class _Block(nn.Module):
         n, length, width = x.shape
         qkv: Tensor = self.qkv(x)
         q, k, v = qkv.view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, width)
+        seen = (
+            functional.scaled_dot_product_attention(q, k, v)
+            .transpose(1, 2)
+            .reshape(n, length, width)
+        )
         mixed: Tensor = self.mix(seen)
         return mixed
 

@@ -56,6 +56,19 @@ class PromptRenderer:
             chat = bool(getattr(renderer.get_tokenizer(), "chat_template", None))
         self._chat = chat
 
+    @property
+    def chat(self) -> bool:
+        """Whether text gets the chat template."""
+        return self._chat
+
+    def continue_chat(self, turns: list[dict[str, str]], mark: str) -> list[int]:
+        """Token ids of what the chat template puts behind an answer whose content is `mark`, up to
+        where the next answer begins."""
+        tokenizer = self._renderer.get_tokenizer()
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids: list[int] = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False)
+        return ids
+
     async def render(
         self, prompt: t.Prompt, options: t.Tokenization | None, tenant: str = ""
     ) -> Any:
@@ -178,10 +191,8 @@ class PromptRenderer:
         known = (set(_resolve_chat_template_kwargs(template or "")) - _TEMPLATES_OWN) | {"tools"}
         for name in variables:
             if name not in known:
-                raise InvalidField(
-                    f"tokenization.chat_template_kwargs.{name}",
-                    "the chat template has no such name",
-                )
+                path = f"tokenization.chat_template_kwargs.{name}"
+                raise InvalidField(path, "the chat template has no such name")
 
     def _tokenize_params(self, options: t.Tokenization, *, chat: bool) -> TokenizeParams:
         renderer = self._renderer

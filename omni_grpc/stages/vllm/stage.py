@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from importlib import metadata
 from typing import Any
 
+import msgspec
 from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import StreamingInput
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import STREAM_FINISHED
@@ -21,12 +24,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from omni_grpc import types as t
 from omni_grpc.errors import InvalidField, LoraNotFound, NotSupported, PromptTooLong
-from omni_grpc.ipc import StageSpec, Task
-from omni_grpc.stages.base import Inputs, ReplicaDead, Stage
+from omni_grpc.ipc import Feed, StageSpec, Task
+from omni_grpc.stages.base import Inputs, ReplicaDead, Stage, segments
 from omni_grpc.stages.vllm.media import MediaReader
 from omni_grpc.stages.vllm.outputs import stage_outputs
 from omni_grpc.stages.vllm.params import check_form, refusal, sampling_params, unsupported
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
+from omni_grpc.stages.vllm.session import MARK, Session
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,7 +41,7 @@ class Submitted:
     prompt_tokens: int
 
 
-class VllmStage(Stage[Submitted]):
+class VllmStage(Stage[Submitted | Session]):
     """`engine_args` are AsyncEngineArgs, but for `chat`: whether `text` prompts get the chat
     template (default: if the model has one)."""
 
@@ -64,6 +68,7 @@ class VllmStage(Stage[Submitted]):
         self._context: int = config.model_config.max_model_len
         self._defaults: dict[str, Any] = config.model_config.get_diff_sampling_param()
         self._prompts = self._make_renderer()
+        self._plugins = self._has_plugins()
         # Now and not with its first request: an adapter that does not fit fails the start.
         for adapter in self._adapters.values():
             await self._engine.add_lora(adapter)
@@ -73,6 +78,7 @@ class VllmStage(Stage[Submitted]):
             context_tokens=self._context,
             capacity=config.scheduler_config.max_num_seqs,
             versions=versions | {"vllm": str(vllm_version)},
+            resumable=True,
         )
 
     def _make_renderer(self) -> PromptRenderer:
@@ -93,7 +99,11 @@ class VllmStage(Stage[Submitted]):
 
     # ------------------------------------------------------------ prepare
 
-    async def prepare(self, task: Task) -> Submitted:
+    async def prepare(self, task: Task) -> Submitted | Session:
+        if task.resumable:
+            self._check_options(task.options)
+            asked = task.params if isinstance(task.params, t.SamplingParams) else None
+            return Session(_SessionEngine(self, task), self._prompts.chat, asked)
         if task.prompt is None:
             raise NotSupported("a vllm stage takes prompts, not another stage's outputs")
         asked = task.params if isinstance(task.params, t.SamplingParams) else t.SamplingParams()
@@ -119,7 +129,7 @@ class VllmStage(Stage[Submitted]):
 
     async def _params(self, asked: t.SamplingParams, room: int) -> SamplingParams:
         config = self._engine.vllm_config
-        if asked.extra_args and not self._has_plugins():
+        if asked.extra_args and not self._plugins:
             raise InvalidField("params.extra_args", "the stage has no plug-in that reads them")
         params = sampling_params(asked, self._defaults, room=room)
         if asked.structured_outputs is not None:
@@ -135,6 +145,7 @@ class VllmStage(Stage[Submitted]):
         return params
 
     def _has_plugins(self) -> bool:
+        """Whether anything in this engine reads `extra_args`."""
         config = self._engine.vllm_config
         return bool(
             config.model_config.logits_processors
@@ -154,8 +165,9 @@ class VllmStage(Stage[Submitted]):
             raise LoraNotFound(f"stage {self.spec.stage!r} has no adapter {options.lora!r}")
 
     async def _submit(self, task: Task, prompt: Any, params: SamplingParams) -> Any:
+        """Adds a request, or a conversation whose inputs `prompt` generates."""
         options = task.options
-        if options.cache_salt:
+        if options.cache_salt and isinstance(prompt, dict):
             prompt["cache_salt"] = options.cache_salt
         return await self._engine.add_request(
             task.request_id,
@@ -169,11 +181,51 @@ class VllmStage(Stage[Submitted]):
             reasoning_ended=options.reasoning_ended,
         )
 
+    async def prepare_update(self, task: Task, prepared: Submitted | Session, feed: Feed) -> None:
+        if isinstance(prepared, Session):
+            await prepared.update(feed)
+
     # ------------------------------------------------------------ run
 
     async def run(
-        self, task: Task, prepared: Submitted, inputs: Inputs
+        self, task: Task, prepared: Submitted | Session, inputs: Inputs
     ) -> AsyncIterator[t.StageOutput]:
+        outputs = (
+            self._converse(prepared, inputs)
+            if isinstance(prepared, Session)
+            else self._generate(prepared)
+        )
+        async with aclosing(outputs):
+            try:
+                async for output in outputs:
+                    yield output
+            except EngineDeadError as error:
+                raise ReplicaDead("the engine is dead") from error
+
+    async def _converse(self, session: Session, inputs: Inputs) -> AsyncGenerator[t.StageOutput]:
+        """The answers of a conversation, segment by segment."""
+        try:
+            async for segment in segments(inputs):
+                async for feed in segment:
+                    if feed.number is None:
+                        # From another stage: nobody has checked it yet.
+                        await session.update(feed)
+                if not segment.closed:
+                    continue
+                used, generated, finish = session.next_length, 0, None
+                async for output in session.answer():
+                    generated += sum(len(c.token_ids) for c in output.outputs)
+                    for delta in stage_outputs(output, prompt_too=False):
+                        finish = delta.finish
+                        yield msgspec.structs.replace(delta, finish=None)
+                yield t.StageOutput(
+                    finish=finish, segment_end=True, usage=t.Usage(used, 0, generated)
+                )
+            await session.finish()
+        finally:
+            await session.close()
+
+    async def _generate(self, prepared: Submitted) -> AsyncGenerator[t.StageOutput]:
         collector, generated, cached = prepared.collector, 0, 0
         finished, prompt_told = False, False
         try:
@@ -188,8 +240,6 @@ class VllmStage(Stage[Submitted]):
                 for delta in stage_outputs(output, prompt_too=not prompt_told):
                     yield delta
                 prompt_told = prompt_told or bool(output.prompt_logprobs)
-        except EngineDeadError as error:
-            raise ReplicaDead("the engine is dead") from error
         finally:
             if not finished:
                 await self._engine.abort(collector.request_id, internal=True)
@@ -211,3 +261,49 @@ class VllmStage(Stage[Submitted]):
     async def close(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.shutdown()
+
+
+class _SessionEngine:
+    """What a Session needs of the stage, for one task."""
+
+    def __init__(self, stage: VllmStage, task: Task) -> None:
+        self.context = stage._context
+        self._stage = stage
+        self._task = task
+
+    async def render(self, prompt: t.Prompt) -> Any:
+        options = self._task.options
+        rendered = await self._stage._prompts.render(prompt, options.tokenization, options.tenant)
+        return self._salted(rendered)
+
+    async def render_ids(self, ids: list[int]) -> Any:
+        return self._salted(await self._stage._prompts.render(t.Prompt(t.TokenIds(ids)), None))
+
+    def _salted(self, prompt: Any) -> Any:
+        if self._task.options.cache_salt:
+            prompt["cache_salt"] = self._task.options.cache_salt
+        return prompt
+
+    def continue_chat(self, turns: list[dict[str, str]]) -> list[int]:
+        return self._stage._prompts.continue_chat(turns, MARK)
+
+    async def sampling(self, params: t.Params | None, prompt: Any, room: int) -> SamplingParams:
+        asked = params if isinstance(params, t.SamplingParams) else t.SamplingParams()
+        try:
+            made = await self._stage._params(asked, room)
+            engine = self._stage._engine
+            # vLLM's own checks, now: once the input is handed over they would end the request.
+            engine.input_processor.process_inputs(
+                self._task.request_id, prompt, made, await engine.get_supported_tasks()
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise refusal(error, "params", asked) from None
+        return made
+
+    async def open(
+        self, inputs: AsyncGenerator[StreamingInput, None], params: SamplingParams
+    ) -> Any:
+        return await self._stage._submit(self._task, inputs, params)
+
+    async def abort(self, collector: Any) -> None:
+        await self._stage._engine.abort(collector.request_id, internal=True)

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm.engine.protocol import StreamingInput
-from vllm.outputs import STREAM_FINISHED
+from vllm.outputs import STREAM_FINISHED, RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from omni_grpc import types as t
 from omni_grpc.errors import InvalidField, PromptTooLong
 from omni_grpc.ipc import Feed
+from omni_grpc.stages.vllm.params import unsupported
+from omni_grpc.stages.vllm.prompt import prompt_length
 
 MARK = "\ue000omni\ue000"
 """Stands for an answer while its turn's end is rendered: private-use characters that no template
@@ -35,17 +37,17 @@ class Engine(Protocol):
 
     context: int
 
-    async def render(self, prompt: t.Prompt) -> list[int]:
-        """Token ids of a first segment."""
+    async def render(self, prompt: t.Prompt) -> Any:
+        """The engine's input for a first segment. Raises OmniError."""
+
+    async def render_ids(self, ids: list[int]) -> Any:
+        """The engine's input for these tokens."""
 
     def continue_chat(self, turns: list[dict[str, str]]) -> list[int]:
         """Token ids of what a template puts behind the answer MARK, up to the next answer."""
 
-    async def check(self, ids: list[int], params: SamplingParams) -> Any:
-        """The engine's input for these tokens. Raises OmniError for what vLLM refuses."""
-
-    def sampling(self, params: t.Params | None, room: int) -> SamplingParams:
-        """vLLM's parameters of a segment. Raises OmniError."""
+    async def sampling(self, params: t.Params | None, prompt: Any, room: int) -> SamplingParams:
+        """vLLM's parameters of a segment. Raises OmniError for what vLLM refuses of them."""
 
     async def open(
         self, inputs: AsyncGenerator[StreamingInput, None], params: SamplingParams
@@ -69,6 +71,8 @@ class Draft:
     def added(self, feed: Feed) -> Draft:
         """The draft with one more chunk. Raises InvalidField for another form."""
         content = feed.prompt.content if feed.prompt is not None else None
+        if feed.prompt is not None and (feed.prompt.media or _has_media(content)):
+            raise unsupported("prompt.media", "a conversation on one cache takes no media")
         if isinstance(feed.payload, t.TextDelta):
             content = t.Text(feed.payload.text)
         draft = Draft(self.text, self.messages, self.ids, self.params or feed.params, self.checked)
@@ -79,6 +83,8 @@ class Draft:
                 draft.messages += messages
             case t.TokenIds(ids):
                 draft.ids += tuple(ids)
+            case t.Tensor():
+                raise unsupported("prompt.embeds", "a conversation on one cache takes none")
         if sum(map(bool, (draft.text, draft.messages, draft.ids))) > 1:
             raise InvalidField("prompt", "a segment is of one form: text, messages or token ids")
         return draft
@@ -92,15 +98,15 @@ class Draft:
     def turns(self) -> list[dict[str, str]]:
         """The draft as turns of a conversation."""
         if self.messages:
-            return [{"role": m.role, "content": joined(m)} for m in self.messages]
+            return [{"role": m.role, "content": _joined(m)} for m in self.messages]
         return [{"role": "user", "content": self.text}]
 
 
 @dataclass(slots=True)
 class Segment:
-    """A segment that was checked and waits for, or has, the engine."""
+    """A segment that was checked and waits for, or has, the engine. `length` in tokens."""
 
-    ids: list[int]
+    length: int
     prompt: Any
     params: SamplingParams
 
@@ -141,33 +147,42 @@ class Session:
             or draft.messages
             or size > draft.checked + CHECK_CHARACTERS
         ):
-            ids = await self._tokens(draft)
+            prompt = await self._rendered(draft)
             draft.checked = size
             if feed.end_of_segment:
-                self.ready = await self._segment(draft, ids)
+                self.ready = await self._segment(draft, prompt)
                 self.idle.clear()
         self.draft = draft
 
-    async def _tokens(self, draft: Draft) -> list[int]:
+    async def _rendered(self, draft: Draft) -> Any:
+        """The engine's input: of the first turn a whole prompt, of later ones what is new."""
         if draft.ids or not self.chat or not self.turns:
-            ids = await self.engine.render(draft.prompt())
+            prompt = await self.engine.render(draft.prompt())
         else:
             marked = [*self.turns[:-1], {"role": "assistant", "content": MARK}]
             ids = self.unsaid + self.engine.continue_chat([*marked, *draft.turns()])
-        if self.history + len(ids) >= self.engine.context:
+            prompt = await self.engine.render_ids(ids)
+        length = prompt_length(prompt)
+        if self.history + length >= self.engine.context:
             raise PromptTooLong(
-                f"{len(ids)} tokens on top of {self.history} leave no room in the context of "
+                f"{length} tokens on top of {self.history} leave no room in the context of "
                 f"{self.engine.context}"
             )
-        return ids
+        return prompt
 
-    async def _segment(self, draft: Draft, ids: list[int]) -> Segment:
-        room = self.engine.context - self.history - len(ids)
-        params = self.engine.sampling(draft.params or self.params, room)
-        return Segment(ids, await self.engine.check(ids, params), params)
+    async def _segment(self, draft: Draft, prompt: Any) -> Segment:
+        length = prompt_length(prompt)
+        room = self.engine.context - self.history - length
+        params = await self.engine.sampling(draft.params or self.params, prompt, room)
+        return Segment(length, prompt, params)
 
-    async def answer(self) -> AsyncIterator[tuple[Any, Any]]:
-        """Runs the segment that is ready: (RequestOutput, CompletionOutput) up to its boundary."""
+    @property
+    def next_length(self) -> int:
+        """Tokens of the segment that is ready."""
+        return self.ready.length if self.ready is not None else 0
+
+    async def answer(self) -> AsyncIterator[RequestOutput]:
+        """Runs the segment that is ready: its outputs, up to the one with its finish reason."""
         segment, self.ready = self.ready, None
         assert segment is not None, "no segment was closed"
         if self.collector is None:
@@ -181,11 +196,11 @@ class Session:
                 tokens += completion.token_ids
                 text += completion.text
                 reason = completion.finish_reason
-                yield output, completion
+            yield output
         self._answered(segment, tokens, text, reason)
 
     def _answered(self, segment: Segment, tokens: list[int], text: str, reason: str) -> None:
-        self.history += len(segment.ids) + max(0, len(tokens) - 1)
+        self.history += segment.length + max(0, len(tokens) - 1)
         self.unsaid = tokens[-1:] if reason == "length" else []
         self.turns += [*self.draft.turns(), {"role": "assistant", "content": text}]
         self.draft = Draft()
@@ -213,6 +228,12 @@ class Session:
             self.collector = None
 
 
-def joined(message: t.Message) -> str:
+def _has_media(content: object) -> bool:
+    if not isinstance(content, t.Messages):
+        return False
+    return any(isinstance(part, t.Media) for m in content.messages for part in m.parts)
+
+
+def _joined(message: t.Message) -> str:
     """A message's text."""
     return "".join(part.text for part in message.parts if isinstance(part, t.Text))
