@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from omni_grpc.errors import InvalidField, LoraNotFound, NotSupported, OmniError, Violation
 from omni_grpc.lane import Chunk, Lane
@@ -13,6 +13,7 @@ from omni_grpc.types import (
     Audio,
     AudioInput,
     CustomParams,
+    Media,
     Messages,
     Modality,
     Params,
@@ -44,17 +45,24 @@ def check_content(prompt: Prompt, pipeline: Pipeline, path: str) -> None:
     if form is not None and form not in pipeline.config.prompts:
         described = "media alone" if form == "media" else form
         raise unsupported(f"{path}.{form}", f"pipeline {pipeline.name!r} does not take {described}")
-    media = list(prompt.media)
-    if isinstance(prompt.content, Messages):
-        parts = (part for message in prompt.content.messages for part in message.parts)
-        media += [part for part in parts if not isinstance(part, Text)]
-    for item in media:
+    for where, item in media_of(prompt, path):
         if item.modality not in pipeline.config.inputs:
             raise unsupported(
-                f"{path}.media", f"pipeline {pipeline.name!r} does not take {item.modality.value}"
+                where, f"pipeline {pipeline.name!r} does not take {item.modality.value}"
             )
     if prompt.negative_text is not None and not pipeline.config.guidance:
         raise unsupported(f"{path}.negative_text", f"pipeline {pipeline.name!r} has no guidance")
+
+
+def media_of(prompt: Prompt, path: str) -> Iterator[tuple[str, Media]]:
+    """(path, item) of every medium of a prompt, in order."""
+    for place, item in enumerate(prompt.media):
+        yield f"{path}.media[{place}]", item
+    if isinstance(prompt.content, Messages):
+        for i, message in enumerate(prompt.content.messages):
+            for j, part in enumerate(message.parts):
+                if isinstance(part, Media):
+                    yield f"{path}.messages.messages[{i}].parts[{j}].media", part
 
 
 def _prompt_form(prompt: Prompt) -> str | None:

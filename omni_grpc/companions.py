@@ -7,6 +7,7 @@ have ended; it is handed on exactly once, never in part.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,9 @@ class CompanionRun:
     def on_fed(self, number: int, error: OmniError | None) -> None:
         log.error("companion %s: nothing was fed", self.task.request_id)
 
+    def on_taken(self, size: int) -> None:
+        log.error("companion %s: nothing was fed", self.task.request_id)
+
     def on_output(self, output: StageOutput) -> None:
         if output.payload is not None:
             self.stash.append(output.payload)
@@ -69,7 +73,7 @@ class CompanionRun:
             self._run.group_changed()
         except OmniError as failure:
             self._run.close(failure)
-        except Exception:
+        except (Exception, asyncio.CancelledError):
             log.exception("companion %s", self.task.request_id)
             self._run.close(InternalError("internal error"))
         self._run.stage_released()

@@ -23,7 +23,7 @@ from omni_grpc.admission import (
     resolve_chunk,
 )
 from omni_grpc.config import ServerConfig
-from omni_grpc.errors import Draining, NotResumable, PipelineNotFound, QueueFull
+from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, PipelineNotFound, QueueFull
 from omni_grpc.lane import Chunk, Feeder, Lane, Summary
 from omni_grpc.orchestrator import AbortOutcome, Orchestrator
 from omni_grpc.params import merge
@@ -73,6 +73,8 @@ class Engine:
         it is left."""
         if self.draining:
             raise Draining("the server is about to stop", retry_after_s=RETRY_S)
+        if request.timeout_s is not None and request.timeout_s <= 0:
+            raise DeadlineExceeded("the deadline had passed before the request came")
         plan = self.plan(request)
         if len(self.orchestrator) >= self.settings.max_requests:
             raise QueueFull(
@@ -180,7 +182,7 @@ class Engine:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.orchestrator.idle()
-        self.orchestrator.close_all(Draining("the server stopped"))
+        self.orchestrator.close_all(Draining("the server stopped", retry_after_s=RETRY_S))
 
 
 async def _resolved(

@@ -27,10 +27,11 @@ from omni_grpc.errors import Code, InternalError, InvalidField, OmniError
 log = logging.getLogger(__name__)
 
 DOMAIN = "omni-grpc"
-STATUS_BYTES = 4 << 10
-"""Most bytes of a rich status. Trailers over 8 KiB are dropped by some peers, over 16 KiB by
-all."""
-MESSAGE_CHARACTERS = 512
+STATUS_BYTES = 2560
+"""Most bytes of a rich status, of which base64 makes a third more. Trailers over 8 KiB are dropped
+by some peers, over 16 KiB by all; a request id takes up to 3 KiB of them."""
+MESSAGE_BYTES = 1024
+"""Most bytes of `grpc-message`, encoded."""
 OWN_PACKAGE = "/omni_grpc.v1."
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -135,8 +136,10 @@ def set_request_id(request_id: str) -> None:
 
 
 def mirrored(request_id: str) -> str:
-    """The id as metadata may carry it: percent-encoded where it is not printable ASCII."""
-    return quote(request_id, safe="!#$&'()*+,-./:;<=>?@[]^_`{|}~ \"\\") if request_id else ""
+    """The id as metadata may carry it: percent-encoded if it is not all printable ASCII."""
+    if all(" " <= character <= "~" for character in request_id):
+        return request_id
+    return quote(request_id, safe="")
 
 
 def _cancelled_for_real() -> bool:
@@ -168,9 +171,7 @@ async def _checked(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
 def rich_status(error: OmniError) -> Status:
     """The error as google.rpc.Status with its details, under STATUS_BYTES: violations are cut, the
     first stay."""
-    message = error.message
-    if len(message) > MESSAGE_CHARACTERS:
-        message = message[: MESSAGE_CHARACTERS - 1] + "…"
+    message = _cut_encoded(error.message)
     status = Status(code=error.code.value, message=message)
     _add(status, error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
     if error.retry_after_s is not None:
@@ -181,7 +182,7 @@ def rich_status(error: OmniError) -> Status:
     room = STATUS_BYTES - status.ByteSize() - 64
     for violation in error.violations:
         entry = error_details_pb2.BadRequest.FieldViolation(
-            field=violation.field[:256], description=violation.description[:512]
+            field=_cut(violation.field, 256), description=_cut(violation.description, 512)
         )
         room -= entry.ByteSize() + 4
         if room < 0:
@@ -190,6 +191,23 @@ def rich_status(error: OmniError) -> Status:
     if request.field_violations:
         _add(status, request)
     return status
+
+
+def _cut(text: str, size: int) -> str:
+    """At most `size` bytes of UTF-8, cut between characters."""
+    data = text.encode()
+    if len(data) <= size:
+        return text
+    return data[: size - 3].decode(errors="ignore") + "…"
+
+
+def _cut_encoded(message: str) -> str:
+    """The message, short enough that the percent-encoded form in which `grpc-message` travels has
+    at most MESSAGE_BYTES."""
+    size = MESSAGE_BYTES
+    while len(quote(cut := _cut(message, size))) > MESSAGE_BYTES:
+        size = size * 2 // 3
+    return cut
 
 
 def _add(status: Status, detail: Message) -> None:

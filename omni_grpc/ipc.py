@@ -10,6 +10,7 @@ The life of a replica, seen from the server:
     ← Hello → Start ← Ready | StartFailed     then, at any time: ← Heartbeat, → Stop
     → Submit ← Admitted | Refused             a task's prepare
     → Feed* ← Emitted* → Credit*              input and output, in order
+    → Feed of another stage's output ← Taken  so that a source pauses when it runs ahead
     → Feed with a number ← Fed                a client's chunk, checked before it counts
     → Abort ← Ended                           one Ended per admitted task, the last word on it
     → Control ← ControlDone
@@ -18,6 +19,7 @@ The life of a replica, seen from the server:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -43,6 +45,9 @@ from omni_grpc.types import (
 WINDOW_BYTES = 1 << 20
 """Bytes of output that a task may have under way before its consumer gives credit. Bounds the
 server's memory: a stage that outruns its reader pauses."""
+
+CREDIT_STEP = WINDOW_BYTES // 4
+"""Credit goes in steps of this size, so that a stream of tokens costs no messages back."""
 
 OUTPUT_OVERHEAD = 64
 """What an output counts against the window beside its content, in bytes, so that empty outputs
@@ -181,6 +186,13 @@ class Fed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     error: ErrorRecord | None = None
 
 
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """A task's stage took this many bytes of what other stages fed it."""
+
+    task: int
+    bytes: int
+
+
 class Emitted(msgspec.Struct, frozen=True, tag=True):
     """An output of a task."""
 
@@ -217,6 +229,7 @@ FromReplica = (
     | Admitted
     | Refused
     | Fed
+    | Taken
     | Emitted
     | Ended
     | Heartbeat
@@ -236,6 +249,8 @@ class Channel(Generic[Out, In]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[list[In]] = msgspec.msgpack.Decoder(list[receives])
         self._outbox: list[Out] = []
+        self.on_unsendable: Callable[[Out], None] | None = None
+        """Hears of a message that cannot be encoded. It is left out; the rest of its batch goes."""
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -266,7 +281,22 @@ class Channel(Generic[Out, In]):
     def _flush(self) -> None:
         batch, self._outbox = self._outbox, []
         if not self._socket.closed:
-            self._socket.send(self._encoder.encode(batch), copy=False)
+            self._socket.send(self._encoded(batch), copy=False)
+
+    def _encoded(self, batch: list[Out]) -> bytes:
+        try:
+            return self._encoder.encode(batch)
+        except (TypeError, ValueError, OverflowError):
+            return self._encoder.encode([one for one in batch if self._sendable(one)])
+
+    def _sendable(self, message: Out) -> bool:
+        try:
+            self._encoder.encode(message)
+        except (TypeError, ValueError, OverflowError):
+            if self.on_unsendable is not None:
+                self.on_unsendable(message)
+            return False
+        return True
 
     async def receive(self) -> list[In]:
         """The next batch. Cancelling loses nothing."""

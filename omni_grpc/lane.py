@@ -179,6 +179,10 @@ class Lane:
         """Whether the request waits for a client's input, and not for a stage."""
         return not self.ended and self._under_way is None
 
+    def answering(self, answered: int) -> bool:
+        """Whether stage 0 owes an answer, having given `answered`; or its word on a chunk."""
+        return self._under_way is not None or self._segments > answered or self.ended
+
     def close(self, error: OmniError | None) -> None:
         """The request ended, with `error` if it failed: nobody waits any more."""
         self._under_way = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from omni_grpc.types import (
     Audio,
@@ -19,10 +20,12 @@ from omni_grpc.types import (
     ImageChunk,
     Output,
     Payload,
+    Progress,
     StageProgress,
     TensorChunk,
     Tensors,
     TextDelta,
+    TokenLogprobs,
     Video,
     VideoChunk,
 )
@@ -33,12 +36,17 @@ PART_BYTES = 512 << 10
 """Largest part of a picture, a film or an array: well under 1 MiB with all that is around it."""
 TEXT_CHARACTERS = 128 << 10
 """Most characters of one text message (4 bytes each at most)."""
-LOGPROBS_PER_MESSAGE = 256
-"""Most entries of log-probabilities of one message."""
+TOKEN_BYTES = 5
+"""Most bytes of a token id in a message."""
+ENTRY_BYTES = 24
+"""Most bytes of a token's log-probability in a message, beside its candidates' texts."""
+MERGED_ENTRIES = 256
 MERGED_CHARACTERS = 8 << 10
 MERGED_TOKENS = 1024
 """Where merging stops and a new event begins, so that merging stays cheap however long the writer
 is behind."""
+Item = TypeVar("Item")
+
 EVENT_OVERHEAD = 256
 """What an event counts beside its content, in bytes."""
 
@@ -137,19 +145,21 @@ def _fits(a: TextDelta, b: TextDelta) -> bool:
     return (
         len(a.text) + len(b.text) <= MERGED_CHARACTERS
         and len(a.token_ids) + len(b.token_ids) <= MERGED_TOKENS
-        and entries <= LOGPROBS_PER_MESSAGE
+        and entries <= MERGED_ENTRIES
+        and (not entries or text_size(a) + text_size(b) <= PART_BYTES)
     )
 
 
 def event_size(event: Event) -> int:
     """Approximate size of an event, in bytes."""
-    if not isinstance(event, Output):
-        return EVENT_OVERHEAD
-    content = event.content
-    if isinstance(content, TextDelta):
-        entries = len(content.logprobs) + len(content.prompt_logprobs)
-        return EVENT_OVERHEAD + len(content.text) + 8 * len(content.token_ids) + 256 * entries
-    return EVENT_OVERHEAD + len(content.data)
+    match event:
+        case Output(content=TextDelta() as delta):
+            return EVENT_OVERHEAD + text_size(delta)
+        case Output(content=AudioChunk() | ImageChunk() | VideoChunk() | TensorChunk() as content):
+            return EVENT_OVERHEAD + len(content.data)
+        case StageProgress(progress=progress) if progress.preview is not None:
+            return EVENT_OVERHEAD + len(progress.preview.data)
+    return EVENT_OVERHEAD
 
 
 class Cutter:
@@ -208,22 +218,53 @@ class Cutter:
 
 
 def cut_text(delta: TextDelta) -> Iterator[TextDelta]:
-    """The delta as one or more: log-probabilities of the prompt first; a token's stay beside its
-    id."""
-    prompt, step = delta.prompt_logprobs, LOGPROBS_PER_MESSAGE
-    many = len(delta.logprobs) > step or len(prompt) > step
-    if not many and len(delta.text) <= TEXT_CHARACTERS:
+    """The delta as one or more, each well under 1 MiB: log-probabilities of the prompt first; a
+    token's log-probabilities stay beside its id."""
+    if text_size(delta) <= PART_BYTES:
         yield delta
         return
-    for start in range(0, len(prompt), step):
-        yield TextDelta("", prompt_logprobs=prompt[start : start + step])
-    if not delta.logprobs:
-        yield TextDelta("", delta.token_ids)
-    for start in range(0, len(delta.logprobs), step):
-        end = start + step
-        yield TextDelta("", delta.token_ids[start:end], delta.logprobs[start:end])
+    for entries in _batches(delta.prompt_logprobs, _entry_size):
+        yield TextDelta("", prompt_logprobs=entries)
+    start = 0
+    for entries in _batches(delta.logprobs, _entry_size):
+        ids = delta.token_ids[start : start + len(entries)]
+        yield TextDelta("", ids, entries)
+        start += len(entries)
+    for ids in _batches(delta.token_ids[start:], lambda _: TOKEN_BYTES):
+        yield TextDelta("", ids)
     for start in range(0, len(delta.text), TEXT_CHARACTERS):
         yield TextDelta(delta.text[start : start + TEXT_CHARACTERS])
+
+
+def _batches(items: list[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """The items in order, in lists of at most PART_BYTES (or of one that is larger)."""
+    batch: list[Item] = []
+    total = 0
+    for item in items:
+        if batch and total + size(item) > PART_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size(item)
+    if batch:
+        yield batch
+
+
+def _entry_size(entry: TokenLogprobs) -> int:
+    return ENTRY_BYTES + sum(ENTRY_BYTES + 4 * len(c.text) for c in entry.candidates)
+
+
+def text_size(delta: TextDelta) -> int:
+    """Most bytes that a delta takes in a message."""
+    entries = sum(map(_entry_size, delta.logprobs)) + sum(map(_entry_size, delta.prompt_logprobs))
+    return 4 * len(delta.text) + TOKEN_BYTES * len(delta.token_ids) + entries
+
+
+def fitting(progress: Progress) -> Progress:
+    """The progress, without a preview that no message could carry."""
+    if progress.preview is None or len(progress.preview.data) <= PART_BYTES:
+        return progress
+    return Progress(progress.step, progress.total_steps)
 
 
 def cut_tensors(tensors: Tensors) -> Iterator[TensorChunk]:

@@ -71,9 +71,10 @@ def parse_fake_script(values: dict[str, Any], path: str = "params") -> FakeScrip
     for key in values:
         if key not in known:
             raise InvalidField(f"{path}.{key}", f"is not one of {', '.join(known)}")
+    # A Struct's numbers are all doubles: 3.0 is the integer 3.
+    whole = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in values.items()}
     try:
-        # A Struct's numbers are all doubles: 3.0 is the integer 3.
-        script = msgspec.convert(values, FakeScript, strict=False)
+        script = msgspec.convert(whole, FakeScript)
     except msgspec.ValidationError as error:
         raise InvalidField(*_locate(path, str(error))) from None
     for name, most in (

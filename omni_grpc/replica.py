@@ -24,12 +24,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import zmq.asyncio
 
 from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.errors import OmniError, StageUnavailable, StartError
 from omni_grpc.ipc import (
-    WINDOW_BYTES,
+    CREDIT_STEP,
     Abort,
     Admitted,
     Channel,
@@ -50,6 +51,7 @@ from omni_grpc.ipc import (
     StartFailed,
     Stop,
     Submit,
+    Taken,
     Task,
     ToReplica,
     output_size,
@@ -63,8 +65,6 @@ PIPE_TIMEOUT_S = 5.0
 """How long the last processes of a replica's group may take to go once they are killed."""
 LAST_LINES = 12
 """How much of what a process printed is shown when it does not start."""
-_CREDIT_STEP = WINDOW_BYTES // 4
-"""Credit goes out in steps of this size, so that a stream of tokens costs no messages back."""
 
 
 class State(Enum):
@@ -87,6 +87,9 @@ class TaskSink(Protocol):
 
     def on_fed(self, number: int, error: OmniError | None) -> None:
         """A numbered Feed was taken, or refused with `error` and left no trace."""
+
+    def on_taken(self, size: int) -> None:
+        """The stage took `size` bytes of what other stages fed it."""
 
     def on_output(self, output: StageOutput) -> None:
         """The task gave something."""
@@ -138,7 +141,7 @@ class TaskHandle:
     def owe(self, size: int) -> None:
         """Counts output that came; credits it in steps, unless held."""
         self._owed += size
-        if self._owed >= _CREDIT_STEP and not self.held:
+        if self._owed >= CREDIT_STEP and not self.held:
             self.release_credit()
 
 
@@ -260,8 +263,7 @@ class Replica:
 
     async def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group()
             await self._process.wait()
         self._lose("was stopped")
         if self._relay is not None:
@@ -271,6 +273,11 @@ class Replica:
             helper.cancel()
         await asyncio.gather(*self._helpers, return_exceptions=True)
         self._close_channel()
+
+    def _kill_group(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _lose(self, why: str) -> None:
         """The one way into GONE. Idempotent."""
@@ -313,8 +320,7 @@ class Replica:
             await asyncio.sleep(limit / 4)
             if self._loop.time() - self._last_sign > limit and self._process is not None:
                 log.error("replica %s: no sign of life for %g s", self.name, limit)
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._kill_group()
                 return
 
     async def _relay_log(self) -> None:
@@ -359,7 +365,13 @@ class Replica:
     async def _receive(self) -> None:
         assert self._channel is not None
         while True:
-            messages = await self._channel.receive()
+            try:
+                messages = await self._channel.receive()
+            except msgspec.MsgspecError:
+                # Whatever was in it is lost, and with it the order of every task.
+                log.exception("replica %s sent what cannot be read", self.name)
+                self._kill_group()
+                return
             self._last_sign = self._loop.time()
             for message in messages:
                 self._handle(message)
@@ -385,6 +397,9 @@ class Replica:
                 if handle := self._tasks.get(task_id):
                     error = OmniError.from_record(record_or_none) if record_or_none else None
                     handle.sink.on_fed(number, error)
+            case Taken(task_id, size):
+                if handle := self._tasks.get(task_id):
+                    handle.sink.on_taken(size)
             case Heartbeat():
                 self._statistics, self._sampled = message.statistics, self._loop.time()
             case _:

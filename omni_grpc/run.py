@@ -29,7 +29,7 @@ from omni_grpc.errors import (
 )
 from omni_grpc.ipc import Task
 from omni_grpc.lane import Chunk, Lane
-from omni_grpc.outbox import Outbox
+from omni_grpc.outbox import Outbox, fitting
 from omni_grpc.pipelines.bridges import BridgeContext
 from omni_grpc.plan import Plan
 from omni_grpc.replica import TaskHandle
@@ -74,6 +74,8 @@ class Run:
         self.request_id = plan.request.request_id
         self.error: OmniError | None = None
         self.closed = False
+        self.completed = False
+        """Whether all wanted outputs are there; they may still wait for the client."""
         self.artifacts = artifacts
         self._loop = asyncio.get_running_loop()
         self._deadline_at = self._loop.time() + plan.timeout_s
@@ -87,12 +89,14 @@ class Run:
         self._submission = Submission(plan, artifacts, self._deadline_at)
         self._admission: asyncio.Future[None] = self._loop.create_future()
         self._released = asyncio.Event()
-        self._closed_event = asyncio.Event()
+        self._ended_event = asyncio.Event()
         self._emitted = False
         self._report = Report()
         self._touched_at = self._loop.time()
         self._chunk: Chunk | None = None
-        self._timers = [self._loop.call_later(plan.timeout_s, self._expire)]
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._later("deadline", plan.timeout_s, self._expire)
+        self._later("silence", self._silence_step(), self._watch_silence)
 
     def _build_stages(self) -> dict[str, StageRun]:
         needed = {node.name for node in self.plan.needed}
@@ -205,7 +209,7 @@ class Run:
 
     def stage_fed(self, stage: StageRun, number: int, error: OmniError | None) -> None:
         """Stage 0's word on a client's chunk."""
-        if self.lane is None or self.closed:
+        if self.lane is None or self._over:
             return
         if error is not None:
             error = self._placed(stage, error, self._chunk)
@@ -224,18 +228,52 @@ class Run:
         if idle >= limit and self.lane.waits:
             self.close(InputTimeout(f"no input came for {limit:g} s"))
         else:
-            delay = max(limit - idle, limit / 20)
-            self._timers[1:] = [self._loop.call_later(delay, self._watch_input)]
+            self._later("input", max(limit - idle, limit / 20), self._watch_input)
 
     async def ended(self) -> None:
-        """Returns when the run is closed."""
-        await self._closed_event.wait()
+        """Returns when the run takes no more input: it is complete, or closed."""
+        await self._ended_event.wait()
+
+    # ------------------------------------------------------------ clocks
+
+    def _later(self, name: str, delay: float, call: Callable[[], None]) -> None:
+        """Calls back after `delay` seconds, unless the run is closed by then. One timer per
+        name."""
+        if name in self._timers:
+            self._timers[name].cancel()
+        self._timers[name] = self._loop.call_later(delay, call)
+
+    def _silence_step(self) -> float:
+        return min(node.config.stage_timeout for node in self.plan.needed) / 4
+
+    def _watch_silence(self) -> None:
+        """Ends a request of which a stage that has input to work on has said nothing for its
+        `stage_timeout`."""
+        if self.closed or self.completed:
+            return
+        now = self._loop.time()
+        for stage in self._stages.values():
+            limit = stage.node.config.stage_timeout
+            if self._works(stage) and now - stage.heard_at > limit:
+                name = stage.node.name
+                self.close(StageTimeout(f"stage {name!r} gave nothing for {limit:g} s"))
+                return
+        self._later("silence", self._silence_step(), self._watch_silence)
+
+    def _works(self, stage: StageRun) -> bool:
+        """Whether it is this stage's turn: it holds a task, is not held back, and waits neither for
+        another stage nor for the client."""
+        if not stage.holds or stage.handle is None or stage.handle.held:
+            return False
+        if stage is self._entry:
+            return self.lane is None or self.lane.answering(stage.answered)
+        return stage.input_complete or stage.congested
 
     # ------------------------------------------------------------ what stages say
 
     def stage_admitted(self, stage: StageRun, prepare_ms: float) -> None:
         """A stage has taken its task; at stage 0 this is the request's admission."""
-        if self.closed or stage is not self._entry:
+        if self._over or stage is not self._entry:
             return
         self._report.admitted(0.0 if stage.node.config.engine in DIFFUSION else prepare_ms)
         stage.admitted = True
@@ -244,7 +282,7 @@ class Run:
     def group_changed(self) -> None:
         """Something became of stage 0's task or of a companion: is the group admitted, is it
         complete?"""
-        if self.closed:
+        if self._over:
             return
         entry, group = self._entry, self._group
         if not self._admission.done() and entry.admitted and group.admitted:
@@ -268,6 +306,10 @@ class Run:
         """Counts what a stage or a companion used."""
         self._report.usage += usage
 
+    @property
+    def _over(self) -> bool:
+        return self.closed or self.completed
+
     def stage_refused(self, stage: StageRun, error: OmniError) -> None:
         """A stage did not take its task."""
         self.close(self._placed(stage, error))
@@ -289,8 +331,9 @@ class Run:
     def stage_output(self, stage: StageRun, output: StageOutput) -> None:
         """A stage gave something: to the client if it is final, and over bridges to its
         consumers."""
-        if self.closed:
+        if self._over:
             return
+        stage.heard_at = self._loop.time()
         if output.usage is not None:
             self.add_usage(output.usage)
         if output.payload is not None:
@@ -300,7 +343,7 @@ class Run:
                 for consumer, bridge in stage.consumers:
                     self._hand_on(consumer, bridge.push(output.payload))
         if output.progress is not None:
-            self._put(StageProgress(stage.node.name, output.progress))
+            self._put(StageProgress(stage.node.name, fitting(output.progress)))
         if output.finish is not None:
             self._report.finish(stage.node.name, output.index, output.finish)
             if output.segment_end:
@@ -308,6 +351,7 @@ class Run:
 
     def _segment_ended(self, stage: StageRun, segment: int, reason: FinishReason) -> None:
         self._touched()
+        stage.answered += 1
         self._put(SegmentEnd(segment, stage.node.name, reason))
         for consumer, bridge in stage.consumers:
             self._hand_on(consumer, bridge.finish())
@@ -316,7 +360,6 @@ class Run:
     def _emit(self, stage: StageRun, output: StageOutput) -> None:
         assert output.payload is not None and stage.node.config.output is not None
         self._report.output(stage.node.config.output)
-        self._emitted = True
         self._touched()
         for content in stage.cutter.cut(output.payload):
             self._put(Output(stage.node.name, output.index, output.segment, content))
@@ -324,14 +367,25 @@ class Run:
     def _put(self, event: Event) -> None:
         self._outbox.put(event)
         if self._outbox.congested:
-            for stage in self._stages.values():
-                if stage.handle is not None:
-                    stage.handle.held = True
+            self.regulate()
+
+    def regulate(self) -> None:
+        """Holds back the credit of stages that run ahead of the client or of a stage behind them,
+        and gives it where nothing is in the way any more."""
+        slow_client = not self._outbox.drained
+        for stage in self._stages.values():
+            if stage.handle is None or not stage.holds:
+                continue
+            ahead = any(consumer.congested for consumer, _ in stage.consumers)
+            if slow_client or ahead:
+                stage.handle.held = True
+            elif stage.handle.held:
+                stage.handle.release_credit()
 
     def stage_ended(self, stage: StageRun, error: OmniError | None) -> None:
         """A stage's task ended. The request ends with an error, or when all its final stages have
         ended."""
-        if self.closed:
+        if self._over:
             return
         if error is not None:
             self.close(self._placed(stage, error))
@@ -339,19 +393,29 @@ class Run:
         stage.ended, stage.ended_at = True, time.perf_counter()
         if stage is self._entry and self._group.members:
             # Deferred until the companions are done too, but not for ever.
-            self._timers.append(self._loop.call_later(GROUP_TIMEOUT_S, self._group_late))
+            self._later("group", GROUP_TIMEOUT_S, self._group_late)
             self.group_changed()
         else:
             for consumer, bridge in stage.consumers:
                 self._hand_on(consumer, bridge.finish())
                 consumer.source_ended(stage.node.name)
         if all(s.ended for s in self._stages.values() if s.final):
-            self._put(self._report.finished(self._stages.values()))
-            self.close(None)
+            self._complete()
+
+    def _complete(self) -> None:
+        """All wanted outputs are there: what else runs for them stops. The request stays in flight
+        until its reader has taken everything."""
+        self._put(self._report.finished(self._stages.values()))
+        self.completed = True
+        if self.lane is not None:
+            self.lane.close(None)
+        self._outbox.close(discard=False)
+        self._abort_holders()
+        self._ended_event.set()
 
     def stage_lost(self, stage: StageRun) -> None:
         """The replica of a stage is gone."""
-        if self.closed:
+        if self._over:
             return
         where = f"a replica of stage {stage.node.name!r} was lost"
         if self._emitted:
@@ -368,20 +432,18 @@ class Run:
     async def next(self) -> Numbered | None:
         """The next event; None after `finished`. Raises the request's error. Cancelling loses
         nothing."""
+        held_back = not self._outbox.drained
         event = await self._outbox.get()
         if event is None:
             if self.error is not None:
                 raise self.error
+            self.close(None)
             return None
-        if self._outbox.drained:
-            self._resume()
+        if held_back and self._outbox.drained:
+            self.regulate()
+        self._emitted = self._emitted or isinstance(event, Output)
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         return Numbered(seq, 0, event)
-
-    def _resume(self) -> None:
-        for stage in self._stages.values():
-            if stage.handle is not None and stage.handle.held and stage.holds:
-                stage.handle.release_credit()
 
     # ------------------------------------------------------------ the end
 
@@ -389,14 +451,14 @@ class Run:
         self.close(DeadlineExceeded("the request's deadline passed"))
 
     def close(self, error: OmniError | None) -> None:
-        """Ends the request: None is success, with what waits still to be read; an error drops it.
+        """Ends the request: None is success, after everything was read; an error drops what waits.
 
         Synchronous and idempotent; the first call decides. Stages that still hold the request are
         aborted."""
         if self.closed:
             return
         self.closed, self.error = True, error
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
         if not self._admission.done():
             # Nobody may be waiting (the caller was cancelled): then there is nobody to tell.
@@ -405,13 +467,16 @@ class Run:
         if self.lane is not None:
             self.lane.close(error)
         self._outbox.close(discard=error is not None)
+        self._abort_holders()
+        self.artifacts.delete()
+        self._on_close(self)
+        self._ended_event.set()
+        self.stage_released()
+
+    def _abort_holders(self) -> None:
         for holder in self._holders():
             if holder.handle is not None:
                 holder.handle.abort()
-        self.artifacts.delete()
-        self._on_close(self)
-        self._closed_event.set()
-        self.stage_released()
 
     def stage_released(self) -> None:
         """Notes that a replica let go; with the last one the run is released."""

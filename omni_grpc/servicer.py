@@ -12,7 +12,7 @@ from omni_grpc.run import Run
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.wire.events import encode_event
 from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
-from omni_grpc.wire.requests import decode_abort, decode_request
+from omni_grpc.wire.requests import MAX_ID, decode_abort, decode_request
 from omni_grpc.wire.updates import decode_chunks, decode_header
 
 TRACE_KEYS = ("traceparent", "tracestate")
@@ -27,7 +27,8 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
 
     async def AddRequest(self, request: service_pb2.AddRequestRequest, context: Context) -> None:
         """Submits and streams. Leaving early in whatever way aborts the request."""
-        set_request_id(request.request_id)
+        if len(request.request_id) <= MAX_ID:
+            set_request_id(request.request_id)
         decoded = decode_request(request, _trace(context), context.time_remaining())
         run = await self._engine.submit(decoded)
         set_request_id(run.request_id)
@@ -55,7 +56,8 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     ) -> service_pb2.StreamingUpdateResponse:
         """Feeds a resumable request. Breaking off leaves it waiting for another feeder."""
         request_id = await decode_header(request)
-        set_request_id(request_id)
+        if len(request_id) <= MAX_ID:
+            set_request_id(request_id)
         run, feeder = self._engine.attach(request_id)
         with feeder:
             summary = await self._engine.feed(run, feeder, decode_chunks(request))

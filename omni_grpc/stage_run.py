@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omni_grpc.errors import InternalError, OmniError
+from omni_grpc.ipc import WINDOW_BYTES, payload_size
 from omni_grpc.outbox import Cutter
 from omni_grpc.pipelines.bridges import Bridge
 from omni_grpc.replica import TaskHandle
@@ -46,10 +48,27 @@ class StageRun:
         """Segments that each source has ended."""
         self._open_sources = set(node.config.inputs)
         self._segment = 0
+        self._ahead = 0
+        """Bytes that were fed and not yet taken, but for the last CREDIT_STEP or so."""
+        self.heard_at = 0.0
+        """When this stage was last given or gave something, by the loop's clock."""
+        self.answered = 0
+        """Segments that it has answered."""
+
+    @property
+    def congested(self) -> bool:
+        """Whether its sources should pause: more waits for it than a window."""
+        return self._ahead > WINDOW_BYTES and not self.ended
+
+    @property
+    def input_complete(self) -> bool:
+        """Whether all of its sources have ended."""
+        return not self._open_sources
 
     def began(self, handle: TaskHandle) -> TaskHandle:
         """The task was sent to a replica."""
         self.handle, self.holds, self.started_at = handle, True, time.perf_counter()
+        self.heard_at = asyncio.get_running_loop().time()
         return handle
 
     # ------------------------------------------------------------ input
@@ -66,6 +85,11 @@ class StageRun:
         """Sends input, with the present segment's own parameters in front."""
         params = self.segment_params.pop(self._segment, None)
         self._segment += end_of_segment
+        self.heard_at = asyncio.get_running_loop().time()
+        if payload is not None and number is None:
+            self._ahead += payload_size(payload)
+            if self.congested:
+                self._run.regulate()
         self._run.ensure_started(self).feed(
             payload,
             prompt=prompt,
@@ -101,6 +125,12 @@ class StageRun:
     def on_fed(self, number: int, error: OmniError | None) -> None:
         self._contained(self._run.stage_fed, self, number, error)
 
+    def on_taken(self, size: int) -> None:
+        was_congested = self.congested
+        self._ahead -= size
+        if was_congested and not self.congested:
+            self._contained(self._run.regulate)
+
     def on_output(self, output: StageOutput) -> None:
         self._contained(self._run.stage_output, self, output)
 
@@ -119,6 +149,7 @@ class StageRun:
             handler(*arguments)
         except OmniError as error:
             self._run.close(error)
-        except Exception:
+        except (Exception, asyncio.CancelledError):
+            # Handlers do not wait: a CancelledError here leaked from a bridge.
             log.exception("request %s: stage %s", self._run.request_id, self.node.name)
             self._run.close(InternalError("internal error"))

@@ -43,6 +43,7 @@ from tests.support import (
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(120),
     # Of diffusers itself, beside numpy 2.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]

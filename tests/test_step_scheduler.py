@@ -74,9 +74,7 @@ async def make() -> AsyncIterator[Make]:
 
 async def finish(scheduler: StepScheduler[Count], state: Count) -> Count:
     """The last state."""
-    async for state in scheduler.run(state):
-        pass
-    return state
+    return [seen async for seen in scheduler.run(state)][-1]
 
 
 async def test_a_tick_advances_all_by_one_step_in_one_batch(make: Make) -> None:

@@ -43,14 +43,14 @@ COLOURS = {
 def ask_for_caption(prompt: Prompt, context: TransformContext) -> Transformed:
     """The sentence as the last turn of a conversation whose earlier turns show what is wanted.
 
-    The turns right before it use its own words for shape and colour, so that a model which copies
-    copies the right ones.
+    The turns before it use its own words for shape and colour, if they are known, so that a model
+    which copies copies the right ones.
     """
     if not isinstance(prompt.content, Text):
         raise NotSupported("only text can be drawn")
     wish = prompt.content.text
     turns = [_message("system", INSTRUCTION)]
-    for said, caption in (*EXAMPLES, *_alike(wish)):
+    for said, caption in _alike(wish) or EXAMPLES:
         turns += [_message("user", said), _message("assistant", caption)]
     turns.append(_message("user", wish))
     return Transformed(Prompt(Messages(tuple(turns))))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
 
 from omni_grpc.errors import NotSupported
@@ -36,8 +36,9 @@ class Inputs:
     One consumer. Memory is bounded by the sender's windows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_taken: Callable[[Feed], None] | None = None) -> None:
         self._feeds: deque[Feed] = deque()
+        self._on_taken = on_taken
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
         self._taken = asyncio.Event()
@@ -64,6 +65,8 @@ class Inputs:
         feed = self._feeds.popleft()
         self._ended = feed.end
         self._taken.set()
+        if self._on_taken is not None:
+            self._on_taken(feed)
         return feed
 
     def __len__(self) -> int:

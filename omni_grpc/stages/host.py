@@ -16,6 +16,7 @@ import time
 import traceback
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ import zmq.asyncio
 
 from omni_grpc.errors import DeadlineExceeded, InternalError, OmniError, StageError
 from omni_grpc.ipc import (
+    CREDIT_STEP,
     WINDOW_BYTES,
     Abort,
     Admitted,
@@ -44,9 +46,11 @@ from omni_grpc.ipc import (
     StartFailed,
     Stop,
     Submit,
+    Taken,
     Task,
     ToReplica,
     output_size,
+    payload_size,
 )
 from omni_grpc.stages import guard, registry
 from omni_grpc.stages.base import Inputs, ReplicaDead, Stage
@@ -93,6 +97,10 @@ class Job:
     prepared: asyncio.Future[Any] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    taken: int = 0
+    """Bytes that the stage took and the server was not told of yet."""
+    failure: OmniError | None = None
+    """Why the runner was cancelled, if it was not by Abort."""
     segment: int = 0
     """Number of the segment that is being answered."""
 
@@ -105,6 +113,15 @@ class Host:
         self._channel = channel
         self._jobs: dict[int, Job] = {}
         self._controls: set[asyncio.Task[None]] = set()
+        channel.on_unsendable = self._unsendable
+
+    def _unsendable(self, message: FromReplica) -> None:
+        """A stage gave something that no message can carry: its task fails, and only that."""
+        job = self._jobs.get(message.task) if isinstance(message, Emitted) else None
+        log.error("%s cannot be encoded", type(message).__name__)
+        if job is not None and job.runner is not None:
+            job.failure = StageError(f"stage {self._stage.spec.stage!r} failed")
+            job.runner.cancel()
 
     async def serve(self) -> None:
         """Handles messages until Stop, then ends all tasks."""
@@ -123,6 +140,7 @@ class Host:
         match message:
             case Submit(task):
                 job = self._jobs[task.id] = Job(task)
+                job.inputs = Inputs(partial(self._taken, job))
                 if not task.streaming:
                     job.inputs.put(Feed(task.id, end=True))
                 job.runner = asyncio.create_task(self._run(job))
@@ -148,6 +166,8 @@ class Host:
         task, admitted = job.task, False
         error: OmniError | None = None
         try:
+            if task.timeout_s <= 0:
+                raise DeadlineExceeded("the deadline had passed before the stage began")
             async with asyncio.timeout(task.timeout_s) as deadline:
                 started = time.perf_counter()
                 prepared = await self._stage.prepare(task)
@@ -165,8 +185,13 @@ class Host:
                 else self._failed("timed out inside the engine")
             )
         except asyncio.CancelledError:
-            # Only Abort cancels a runner. The server knows; Ended tells it that all is freed.
-            error = None if admitted else InternalError("aborted")
+            if job.failure is not None:
+                error = job.failure
+            elif not _cancelled_for_real():
+                error = self._failed("cancelled itself")
+            elif not admitted:
+                # By Abort: the server knows, and hears that all is freed.
+                error = InternalError("aborted")
         except ReplicaDead:
             log.exception("the stage cannot go on")
             # At once and without a word about its tasks: the server answers them all alike.
@@ -200,6 +225,15 @@ class Host:
         else:
             job.feeder = asyncio.create_task(self._feed_checked(job, feed, feed.number))
 
+    def _taken(self, job: Job, feed: Feed) -> None:
+        """Tells the server in steps what a stage took of other stages' outputs."""
+        if feed.payload is None or feed.number is not None:
+            return
+        job.taken += payload_size(feed.payload)
+        if job.taken >= CREDIT_STEP:
+            self._channel.send(Taken(job.task.id, job.taken))
+            job.taken = 0
+
     async def _feed_checked(self, job: Job, feed: Feed, number: int) -> None:
         """A client's chunk: checked by the stage, put when there is room, answered with Fed."""
         error: OmniError | None = None
@@ -211,7 +245,7 @@ class Host:
         except OmniError as reason:
             error = reason
         except Exception:
-            error = self._failed("raised at an update")
+            error = job.failure = self._failed("raised at an update")
             if job.runner is not None:
                 job.runner.cancel()
         self._channel.send(Fed(job.task.id, number, error.record() if error else None))
@@ -240,6 +274,11 @@ class Host:
         for runner in runners:
             runner.cancel()
         await asyncio.gather(*runners, *self._controls, return_exceptions=True)
+
+
+def _cancelled_for_real() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def run_replica(address: str) -> int:

@@ -15,6 +15,7 @@ from omni_grpc.wire.values import DATA_TYPE, decode_modality, decode_struct, opt
 MAX_ID = 256
 MAX_STAGE_PARAMS = 64
 MAX_ABORTS = 1000
+MAX_AXES = 16
 
 
 def decode_request(
@@ -152,6 +153,8 @@ def decode_media(message: prompt_pb2.Media, path: str) -> t.Media:
                 raise InvalidField(f"{path}.data", "is empty")
             source: dict[str, Any] = {"data": message.data}
         case "uri":
+            if not message.uri:
+                raise InvalidField(f"{path}.uri", "is empty")
             source = {"uri": message.uri}
         case "tensor":
             source = {"tensor": decode_tensor(message.tensor, f"{path}.tensor")}
@@ -166,7 +169,11 @@ def decode_tensor(message: common_pb2.Tensor, path: str) -> t.Tensor:
     """An array whose bytes fit its shape."""
     if message.dtype not in DATA_TYPE:
         raise InvalidField(f"{path}.dtype", "is not a known type")
-    dtype, shape = DATA_TYPE[message.dtype], tuple(message.shape)
+    # Counted before it is copied: a shape may be as long as a message.
+    axes = len(message.shape)
+    dtype, shape = DATA_TYPE[message.dtype], tuple(message.shape[: MAX_AXES + 1])
+    if axes > MAX_AXES:
+        raise InvalidField(f"{path}.shape", f"has more than {MAX_AXES} axes")
     if any(length < 0 for length in shape):
         raise InvalidField(f"{path}.shape", "has a negative length")
     expected = math.prod(shape) * dtype.itemsize

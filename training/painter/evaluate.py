@@ -73,7 +73,7 @@ def score(
     steps: int,
     seeds: int,
     first_seed: int = FIRST_SEED,
-    batch: int = 2048,
+    batch: int = 256,
 ) -> Scores:
     """Every caption with `seeds` seeds, each used once."""
     device = model.places.device
@@ -136,7 +136,7 @@ def evaluate_into(model: Painter, args: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seeds", type=int, default=100, help="per caption")
+    parser.add_argument("--seeds", type=int, default=10, help="per caption")
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     parser.add_argument("--eval-steps", type=int, nargs="+", default=[10, 20])
     parser.add_argument("--out", type=Path, required=True, help="folder for what is written")
