@@ -41,15 +41,15 @@ def check_prompt(request: Request, pipeline: Pipeline) -> None:
 
 def check_content(prompt: Prompt, pipeline: Pipeline, path: str) -> None:
     """Whether the pipeline takes a prompt of this form and these modalities."""
-    form = _prompt_form(prompt)
-    if form is not None and form not in pipeline.config.prompts:
-        described = "media alone" if form == "media" else form
-        raise unsupported(f"{path}.{form}", f"pipeline {pipeline.name!r} does not take {described}")
     for where, item in media_of(prompt, path):
         if item.modality not in pipeline.config.inputs:
             raise unsupported(
                 where, f"pipeline {pipeline.name!r} does not take {item.modality.value}"
             )
+    form = _prompt_form(prompt)
+    if form is not None and form not in pipeline.config.prompts:
+        described = "media alone" if form == "media" else form
+        raise unsupported(f"{path}.{form}", f"pipeline {pipeline.name!r} does not take {described}")
     if prompt.negative_text is not None and not pipeline.config.guidance:
         raise unsupported(f"{path}.negative_text", f"pipeline {pipeline.name!r} has no guidance")
 

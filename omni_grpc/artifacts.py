@@ -18,6 +18,7 @@ class Artifacts:
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
         self._directories: list[Path] = []
+        self._kept = 0
         self._closed = False
 
     def make_directory(self) -> Path:
@@ -47,10 +48,22 @@ class Artifacts:
         """What the request owns now."""
         return list(self._directories)
 
+    def keep_new(self) -> None:
+        """What they were made for was taken: they stay until the request's end."""
+        self._kept = len(self._directories)
+
+    def drop_new(self) -> None:
+        """What they were made for was refused: deletes those made since the last `keep_new`."""
+        self._delete_from(self._kept)
+
     def delete(self) -> None:
         """Deletes them all, soon and off the event loop. Idempotent."""
         self._closed = True
-        doomed, self._directories = self._directories, []
+        self._delete_from(0)
+
+    def _delete_from(self, first: int) -> None:
+        doomed = self._directories[first:]
+        del self._directories[first:]
         if doomed:
             asyncio.get_running_loop().run_in_executor(None, _remove, doomed)
 

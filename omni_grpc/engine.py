@@ -11,7 +11,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from omni_grpc.admission import (
@@ -141,7 +141,8 @@ class Engine:
         ending = asyncio.create_task(run.ended())
         try:
             await asyncio.wait((driving, ending), return_when=asyncio.FIRST_COMPLETED)
-            if driving.done():
+            # The request's own end comes first: a chunk that was under way then was not refused.
+            if not (run.closed or run.completed):
                 return driving.result()
             if run.error is not None:
                 raise run.error
@@ -189,10 +190,7 @@ async def _resolved(
     updates: AsyncIterator[UpdateChunk], run: Run, lane: Lane
 ) -> AsyncIterator[Chunk]:
     async for update in updates:
-        chunk = resolve_chunk(update, run.plan, lane)
-        if chunk.prompt is not None:
-            chunk = replace(chunk, prompt=await run.viewed(chunk.prompt))
-        yield chunk
+        yield resolve_chunk(update, run.plan, lane)
 
 
 def _with_id(request: Request, request_id: str) -> Request:

@@ -19,6 +19,7 @@ The life of a replica, seen from the server:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +42,8 @@ from omni_grpc.types import (
     TextDelta,
     Video,
 )
+
+log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 1 << 20
 """Bytes of output that a task may have under way before its consumer gives credit. Bounds the
@@ -249,8 +252,9 @@ class Channel(Generic[Out, In]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[list[In]] = msgspec.msgpack.Decoder(list[receives])
         self._outbox: list[Out] = []
-        self.on_unsendable: Callable[[Out], None] | None = None
-        """Hears of a message that cannot be encoded. It is left out; the rest of its batch goes."""
+        self.repair: Callable[[list[Out], Callable[[Out], bool]], list[Out]] | None = None
+        """Makes a batch that can be encoded of one that cannot, given the test for a message. By
+        default what cannot be encoded is left out."""
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -287,14 +291,15 @@ class Channel(Generic[Out, In]):
         try:
             return self._encoder.encode(batch)
         except (TypeError, ValueError, OverflowError):
+            if self.repair is not None:
+                return self._encoder.encode(self.repair(batch, self._sendable))
             return self._encoder.encode([one for one in batch if self._sendable(one)])
 
     def _sendable(self, message: Out) -> bool:
         try:
             self._encoder.encode(message)
         except (TypeError, ValueError, OverflowError):
-            if self.on_unsendable is not None:
-                self.on_unsendable(message)
+            log.exception("%s cannot be encoded", type(message).__name__)
             return False
         return True
 

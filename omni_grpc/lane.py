@@ -48,6 +48,9 @@ class Summary:
 class Sink(Protocol):
     """Where the lane's chunks go: the request's first stage."""
 
+    async def viewed(self, chunk: Chunk) -> Chunk:
+        """A client's chunk as the stage shall see it. Cancelling leaves nothing behind."""
+
     def send_chunk(self, number: int, chunk: Chunk, *, end: bool) -> None:
         """Sends a chunk; `Lane.answered` hears what became of it."""
 
@@ -117,7 +120,9 @@ class Lane:
             raise InvalidField("chunk.end_of_segment", "ends a segment that holds nothing")
         if chunk.params and self._open:
             raise InvalidField("chunk.stage_params", "come with a segment's first chunk only")
-        await self._send(chunk, end=False)
+        if chunk.params and not chunk.holds:
+            raise InvalidField("chunk.stage_params", "come with input")
+        await self._send(await self._sink.viewed(chunk), end=False)
         return True
 
     async def begin(self, prompt: Prompt) -> None:

@@ -20,7 +20,6 @@ from omni_grpc.types import (
     ImageChunk,
     Output,
     Payload,
-    Progress,
     StageProgress,
     TensorChunk,
     Tensors,
@@ -226,7 +225,7 @@ def cut_text(delta: TextDelta) -> Iterator[TextDelta]:
     for entries in _batches(delta.prompt_logprobs, _entry_size):
         yield TextDelta("", prompt_logprobs=entries)
     start = 0
-    for entries in _batches(delta.logprobs, _entry_size):
+    for entries in _batches(delta.logprobs, lambda entry: TOKEN_BYTES + _entry_size(entry)):
         ids = delta.token_ids[start : start + len(entries)]
         yield TextDelta("", ids, entries)
         start += len(entries)
@@ -258,13 +257,6 @@ def text_size(delta: TextDelta) -> int:
     """Most bytes that a delta takes in a message."""
     entries = sum(map(_entry_size, delta.logprobs)) + sum(map(_entry_size, delta.prompt_logprobs))
     return 4 * len(delta.text) + TOKEN_BYTES * len(delta.token_ids) + entries
-
-
-def fitting(progress: Progress) -> Progress:
-    """The progress, without a preview that no message could carry."""
-    if progress.preview is None or len(progress.preview.data) <= PART_BYTES:
-        return progress
-    return Progress(progress.step, progress.total_steps)
 
 
 def cut_tensors(tensors: Tensors) -> Iterator[TensorChunk]:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omni_grpc.artifacts import Artifacts
@@ -29,7 +29,7 @@ from omni_grpc.errors import (
 )
 from omni_grpc.ipc import Task
 from omni_grpc.lane import Chunk, Lane
-from omni_grpc.outbox import Outbox, fitting
+from omni_grpc.outbox import Outbox
 from omni_grpc.pipelines.bridges import BridgeContext
 from omni_grpc.plan import Plan
 from omni_grpc.replica import TaskHandle
@@ -188,20 +188,24 @@ class Run:
 
     # ------------------------------------------------------------ input
 
-    async def viewed(self, prompt: Prompt) -> Prompt:
-        """A prompt that a client feeds, as stage 0 sees it."""
-        return (await self._submission.view(prompt, self.request_id))[0]
+    async def viewed(self, chunk: Chunk) -> Chunk:
+        """A client's chunk with its prompt as stage 0 sees it."""
+        if chunk.prompt is None:
+            return chunk
+        try:
+            prompt, _ = await self._submission.view(chunk.prompt, self.request_id)
+        except BaseException:
+            self.artifacts.drop_new()
+            raise
+        return replace(chunk, prompt=prompt)
 
     def send_chunk(self, number: int, chunk: Chunk, *, end: bool) -> None:
-        """Sends a client's chunk to stage 0; the parameters of its segment go where they belong."""
+        """Sends a client's chunk to stage 0."""
         self._chunk = chunk
-        segment = self.lane.segments if self.lane is not None else 0
-        for name, params in chunk.params.items():
-            if name in self._stages:
-                self._stages[name].segment_params[segment] = params
         self._entry.feed(
             chunk.payload,
             prompt=chunk.prompt,
+            params=chunk.params.get(self._entry.node.name),
             end_of_segment=chunk.end_of_segment,
             end=end,
             number=number,
@@ -213,7 +217,18 @@ class Run:
             return
         if error is not None:
             error = self._placed(stage, error, self._chunk)
+            self.artifacts.drop_new()
+        else:
+            self.artifacts.keep_new()
+            self._note_params(self._chunk, self.lane.segments)
         self.lane.answered(number, error)
+
+    def _note_params(self, chunk: Chunk | None, segment: int) -> None:
+        """Keeps a segment's own parameters for the stages that will come to it later. Only now: a
+        chunk that is refused leaves none."""
+        for name, params in chunk.params.items() if chunk is not None else ():
+            if name in self._stages and name != self._entry.node.name:
+                self._stages[name].segment_params[segment] = params
 
     def _touched(self) -> None:
         self._touched_at = self._loop.time()
@@ -225,7 +240,8 @@ class Run:
             return
         limit = self.plan.pipeline.config.input_timeout
         idle = self._loop.time() - self._touched_at
-        if idle >= limit and self.lane.waits:
+        answering = any(s.answered < self.lane.segments for s in self._stages.values())
+        if idle >= limit and self.lane.waits and not answering:
             self.close(InputTimeout(f"no input came for {limit:g} s"))
         else:
             self._later("input", max(limit - idle, limit / 20), self._watch_input)
@@ -343,7 +359,7 @@ class Run:
                 for consumer, bridge in stage.consumers:
                     self._hand_on(consumer, bridge.push(output.payload))
         if output.progress is not None:
-            self._put(StageProgress(stage.node.name, fitting(output.progress)))
+            self._put(StageProgress(stage.node.name, output.progress))
         if output.finish is not None:
             self._report.finish(stage.node.name, output.index, output.finish)
             if output.segment_end:

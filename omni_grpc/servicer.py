@@ -9,6 +9,7 @@ from omni_grpc.engine import Engine
 from omni_grpc.errors import AbortedByClient, NotImplementedYet, SlowConsumer
 from omni_grpc.interceptors import Context, mirrored, set_request_id
 from omni_grpc.run import Run
+from omni_grpc.types import UpdateChunk
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.wire.events import encode_event
 from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
@@ -33,9 +34,7 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         run = await self._engine.submit(decoded)
         set_request_id(run.request_id)
         try:
-            await context.send_initial_metadata(
-                (("omni-request-id", mirrored(run.request_id)), ("omni-pod", self._pod))
-            )
+            await self._greet(run, context)
             await self._stream(run, context)
         finally:
             # Synchronous on purpose: when the client left, an await here may never come back.
@@ -60,11 +59,28 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
             set_request_id(request_id)
         run, feeder = self._engine.attach(request_id)
         with feeder:
-            summary = await self._engine.feed(run, feeder, decode_chunks(request))
+            summary = await self._engine.feed(run, feeder, self._chunks(run, request, context))
         return service_pb2.StreamingUpdateResponse(
             accepted_chunks=summary.accepted_chunks,
             duplicate_chunks=summary.duplicate_chunks,
             segments=summary.segments,
+        )
+
+    async def _chunks(
+        self,
+        run: Run,
+        request: AsyncIterator[service_pb2.StreamingUpdateRequest],
+        context: Context,
+    ) -> AsyncIterator[UpdateChunk]:
+        async for chunk in decode_chunks(request):
+            yield chunk
+        # A lost or cancelled call looks like a half-close to who reads from it, and would end the
+        # request's input. Only a call that still stands can be written to: this raises if not.
+        await self._greet(run, context)
+
+    async def _greet(self, run: Run, context: Context) -> None:
+        await context.send_initial_metadata(
+            (("omni-request-id", mirrored(run.request_id)), ("omni-pod", self._pod))
         )
 
     async def SubmitInteraction(

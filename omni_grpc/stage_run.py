@@ -78,12 +78,13 @@ class StageRun:
         payload: Payload | None = None,
         *,
         prompt: Prompt | None = None,
+        params: Params | None = None,
         end_of_segment: bool = False,
         end: bool = False,
         number: int | None = None,
     ) -> None:
         """Sends input, with the present segment's own parameters in front."""
-        params = self.segment_params.pop(self._segment, None)
+        params = params or self.segment_params.pop(self._segment, None)
         self._segment += end_of_segment
         self.heard_at = asyncio.get_running_loop().time()
         if payload is not None and number is None:

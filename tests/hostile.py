@@ -131,7 +131,8 @@ async def hostile_server() -> AsyncIterator[Hostile]:
         try:
             await hostile.handle(reader, writer)
         except asyncio.CancelledError:
-            writer.close()
+            # Nobody reads what is left.
+            writer.transport.abort()
         finally:
             handlers.discard(task)
 
@@ -145,3 +146,4 @@ async def hostile_server() -> AsyncIterator[Hostile]:
         for task in list(handlers):
             task.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
+        await server.wait_closed()

@@ -290,7 +290,7 @@ async def test_close_with_discard_drops_the_rest() -> None:
 # ---------------------------------------------------------------- cutting
 
 
-SMALL = {"AUDIO_BYTES": 64, "PART_BYTES": 128, "TEXT_CHARACTERS": 16, "LOGPROBS_PER_MESSAGE": 4}
+SMALL = {"AUDIO_BYTES": 64, "PART_BYTES": 128, "TEXT_CHARACTERS": 16}
 
 
 @pytest.fixture(scope="class")
@@ -390,8 +390,8 @@ class TestCutting:
         assert [e for p in parts for e in p.prompt_logprobs] == before
         for part in parts:
             assert len(part.text) <= outbox.TEXT_CHARACTERS
-            assert len(part.logprobs) <= outbox.LOGPROBS_PER_MESSAGE
-            assert len(part.prompt_logprobs) <= outbox.LOGPROBS_PER_MESSAGE
+            many = len(part.logprobs) + len(part.prompt_logprobs) + len(part.token_ids)
+            assert many <= 1 or outbox.text_size(part) <= outbox.PART_BYTES
             # A token's log-probabilities come beside it.
             assert not part.logprobs or [e.token_id for e in part.logprobs] == part.token_ids
 

@@ -210,10 +210,19 @@ async def test_media_that_the_model_cannot_take_are_refused(vision: Any) -> None
     assert distance(whole, await thought(vision, beside(red))) < SAME
 
 
+async def test_a_picture_of_a_refused_request_is_not_taken_for_known(vision: Any) -> None:
+    """The sender's cache has it by then, the engine does not: a refusal must undo that."""
+    prompt = beside(picture("teal"))
+    wrong = [{"stage": "eye", "sampling": {"allowed_token_ids": [10**6]}}]
+    error = await refusal(vision, prompt=prompt, stage_params=wrong, timeout=60)
+    assert list(error.violations) == ["stage_params[0].sampling.allowed_token_ids"]
+    misplaced = {"token_ids": {"ids": [504]}, "media": [picture("maroon")]}
+    assert (await refusal(vision, prompt=misplaced, timeout=60)).reason == "INVALID_FIELD"
+    teal, maroon = [await thought(vision, beside(picture(c))) for c in ("teal", "maroon")]
+    assert distance(teal, maroon) > 2 * SAME
+
+
 async def test_a_cut_never_goes_through_a_picture(vision: Any) -> None:
-    request = {
-        "prompt": beside(picture("red")),
-        "tokenization": {"truncate_prompt_tokens": 12},
-    }
-    error = await refusal(vision, timeout=60, **request)
+    limit = {"truncate_prompt_tokens": 12}
+    error = await refusal(vision, prompt=beside(picture("red")), tokenization=limit, timeout=60)
     assert list(error.violations) == ["tokenization.truncate_prompt_tokens"]

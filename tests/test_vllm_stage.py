@@ -226,8 +226,13 @@ class Recorder:
 class Rendered:
     """In the place of a renderer: five tokens."""
 
+    forgotten = 0
+
     async def render(self, prompt: t.Prompt, options: Any, tenant: str) -> dict[str, Any]:
         return {"type": "token", "prompt_token_ids": [1, 2, 3, 4, 5]}
+
+    def forget(self, prompt: Any) -> None:
+        self.forgotten += 1
 
 
 def stage_over(engine: Recorder) -> VllmStage:

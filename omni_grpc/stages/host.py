@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,15 +114,28 @@ class Host:
         self._channel = channel
         self._jobs: dict[int, Job] = {}
         self._controls: set[asyncio.Task[None]] = set()
-        channel.on_unsendable = self._unsendable
+        channel.repair = self._repaired
 
-    def _unsendable(self, message: FromReplica) -> None:
+    def _repaired(
+        self, batch: list[FromReplica], sendable: Callable[[FromReplica], bool]
+    ) -> list[FromReplica]:
         """A stage gave something that no message can carry: its task fails, and only that."""
-        job = self._jobs.get(message.task) if isinstance(message, Emitted) else None
-        log.error("%s cannot be encoded", type(message).__name__)
-        if job is not None and job.runner is not None:
-            job.failure = StageError(f"stage {self._stage.spec.stage!r} failed")
-            job.runner.cancel()
+        failed: set[int] = set()
+        error = StageError(f"stage {self._stage.spec.stage!r} failed")
+        repaired: list[FromReplica] = []
+        for message in batch:
+            if isinstance(message, Emitted) and (message.task in failed or not sendable(message)):
+                failed.add(message.task)
+            elif isinstance(message, Ended) and message.task in failed:
+                repaired.append(Ended(message.task, error.record()))
+            else:
+                repaired.append(message)
+        for task in failed:
+            job = self._jobs.get(task)
+            if job is not None and job.runner is not None:
+                job.failure = error
+                job.runner.cancel()
+        return repaired
 
     async def serve(self) -> None:
         """Handles messages until Stop, then ends all tasks."""

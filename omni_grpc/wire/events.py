@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from omni_grpc import types as t
+from omni_grpc.outbox import PART_BYTES
 from omni_grpc.v1 import common_pb2, output_pb2, service_pb2
 from omni_grpc.wire.values import DATA_TYPE_OUT, ENCODING_OUT, MODALITY_OUT, REASON_OUT
 
@@ -19,7 +20,9 @@ def encode_event(seq: int, epoch: int, event: t.Event) -> service_pb2.AddRequest
             response.progress.stage = event.stage
             response.progress.step = event.progress.step
             response.progress.total_steps = event.progress.total_steps
-            if preview := event.progress.preview:
+            preview = event.progress.preview
+            # One that no message could carry is left out: previews are a courtesy.
+            if preview is not None and len(preview.data) <= PART_BYTES:
                 response.progress.preview.CopyFrom(
                     output_pb2.ImageChunk(
                         data=preview.data,

@@ -16,6 +16,10 @@ _REASONS = {
 }
 
 
+class EngineGaveUp(RuntimeError):  # noqa: N818 - named after its cause, as all errors are
+    """The engine ended a request that was neither done nor aborted by us."""
+
+
 def stage_outputs(output: RequestOutput, *, prompt_too: bool) -> list[t.StageOutput]:
     """One delta per answer that has something new. `prompt_too`: with the log-probabilities of the
     prompt, which each of several answers brings again."""
@@ -35,8 +39,8 @@ def _delta(completion: CompletionOutput) -> t.StageOutput:
     if completion.finish_reason is not None:
         reason = _REASONS.get(completion.finish_reason)
         if reason is None:
-            # "abort" and "error": the engine gave the request up.
-            raise RuntimeError(f"the engine ended a request with {completion.finish_reason!r}")
+            # "abort" and "error"
+            raise EngineGaveUp(f"the engine ended a request with {completion.finish_reason!r}")
         finish = t.Finish(reason, completion.stop_reason)
     delta = t.TextDelta(
         completion.text,

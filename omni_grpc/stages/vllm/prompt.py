@@ -5,6 +5,7 @@ All that takes time happens in the renderer's threads and in those that decode m
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -33,6 +34,9 @@ _TEMPLATES_OWN = {"messages", "add_generation_prompt", "continue_final_message",
 
 _PARTS = {"image": "image_pil", "audio": "audio_url", "video": "video_url"}
 """vLLM's names of the parts of a message that stand for media."""
+
+_PLACEHOLDERS = re.compile("prompt placeholders|Failed to apply prompt replacement")
+"""vLLM's words (in a RuntimeError, an AssertionError) for media that have no place in the text."""
 
 _FLOATS = {
     t.DataType.FLOAT32: torch.float32,
@@ -80,13 +84,24 @@ class PromptRenderer:
         items = await self._media.read(prompt, tenant)
         try:
             return await self._render(prompt, options, items)
-        except (VLLMClientError, ValueError, TypeError) as error:
-            raise refusal(error, "prompt") from None
-        except RuntimeError as error:
-            # vLLM's word for text whose placeholders and media do not match.
-            if items and "placeholders" in str(error):
+        except BaseException as error:
+            self._forget(item.key for item in items)
+            if isinstance(error, (VLLMClientError, ValueError, TypeError)):
+                raise refusal(error, "prompt") from None
+            if items and _PLACEHOLDERS.search(str(error)):
                 raise InvalidField("prompt", "has not one placeholder for each medium") from None
             raise
+
+    def forget(self, prompt: Any) -> None:
+        """To be called when a rendered prompt does not reach the engine."""
+        if prompt["type"] == "multimodal":
+            self._forget(key for keys in prompt["mm_hashes"].values() for key in keys)
+
+    def _forget(self, keys: Iterable[str]) -> None:
+        # Else the sender would leave these contents out next time, and the engine miss them.
+        if (cache := self._renderer.mm_processor_cache) is not None:
+            for key in keys:
+                cache.invalidate(key)
 
     async def _render(self, prompt: t.Prompt, options: t.Tokenization, items: list[Item]) -> Any:
         match prompt.content:

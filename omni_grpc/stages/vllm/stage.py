@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from importlib import metadata
@@ -27,10 +28,12 @@ from omni_grpc.errors import InvalidField, LoraNotFound, NotSupported, PromptToo
 from omni_grpc.ipc import Feed, StageSpec, Task
 from omni_grpc.stages.base import Inputs, ReplicaDead, Stage, segments
 from omni_grpc.stages.vllm.media import MediaReader
-from omni_grpc.stages.vllm.outputs import stage_outputs
+from omni_grpc.stages.vllm.outputs import EngineGaveUp, stage_outputs
 from omni_grpc.stages.vllm.params import check_form, refusal, sampling_params, unsupported
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
 from omni_grpc.stages.vllm.session import MARK, Session
+
+log = logging.getLogger("omni_grpc.replica")
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +42,8 @@ class Submitted:
 
     collector: Any
     prompt_tokens: int
+    media: bool = False
+    """Whether it has media and nothing was said yet: then it may be sent a second time."""
 
 
 class VllmStage(Stage[Submitted | Session]):
@@ -104,36 +109,35 @@ class VllmStage(Stage[Submitted | Session]):
             self._check_options(task.options)
             asked = task.params if isinstance(task.params, t.SamplingParams) else None
             return Session(_SessionEngine(self, task), self._prompts.chat, asked)
+        return await self._begin(task)
+
+    async def _begin(self, task: Task) -> Submitted:
         if task.prompt is None:
             raise NotSupported("a vllm stage takes prompts, not another stage's outputs")
         asked = task.params if isinstance(task.params, t.SamplingParams) else t.SamplingParams()
         self._check_options(task.options)
+        await self._check_params(asked)
         prompt = await self._prompts.render(
             task.prompt, task.options.tokenization, task.options.tenant
         )
-        length = prompt_length(prompt)
-        if length >= self._context:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens; the context of {self._context} leaves no room"
-            )
-        if prompt["type"] == "embeds" and asked.prompt_logprobs is not None:
-            raise InvalidField("params.prompt_logprobs", "cannot go with embeddings: no tokens")
+        # From here to the engine nothing waits for others: it must see media in the order in which
+        # the renderer did.
         try:
-            params = await self._params(asked, self._context - length)
-            collector = await self._submit(task, prompt, params)
-        except EngineDeadError as error:
-            raise ReplicaDead("the engine is dead") from error
-        except (VLLMClientError, ValueError) as error:
-            raise refusal(error, "params", asked) from None
-        return Submitted(collector, length)
+            return await self._enqueue(task, prompt, asked)
+        except BaseException:
+            self._prompts.forget(prompt)
+            raise
 
-    async def _params(self, asked: t.SamplingParams, room: int) -> SamplingParams:
-        config = self._engine.vllm_config
+    async def _check_params(self, asked: t.SamplingParams) -> None:
+        """What can be said of parameters without the prompt, and may take its time."""
         if asked.extra_args and not self._plugins:
             raise InvalidField("params.extra_args", "the stage has no plug-in that reads them")
-        params = sampling_params(asked, self._defaults, room=room)
-        if asked.structured_outputs is not None:
-            check_form(asked.structured_outputs, config.structured_outputs_config)
+        if asked.structured_outputs is None:
+            return
+        config = self._engine.vllm_config
+        check_form(asked.structured_outputs, config.structured_outputs_config)
+        try:
+            params = sampling_params(asked, self._defaults, room=self._context)
             # In a thread: a schema may take a second to read.
             await asyncio.to_thread(
                 params.verify,
@@ -142,7 +146,25 @@ class VllmStage(Stage[Submitted | Session]):
                 config.structured_outputs_config,
                 self._engine.renderer.tokenizer,
             )
-        return params
+        except (VLLMClientError, ValueError) as error:
+            raise refusal(error, "params", asked) from None
+
+    async def _enqueue(self, task: Task, prompt: Any, asked: t.SamplingParams) -> Submitted:
+        length = prompt_length(prompt)
+        if length >= self._context:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens; the context of {self._context} leaves no room"
+            )
+        if prompt["type"] == "embeds" and asked.prompt_logprobs is not None:
+            raise InvalidField("params.prompt_logprobs", "cannot go with embeddings: no tokens")
+        try:
+            params = sampling_params(asked, self._defaults, room=self._context - length)
+            collector = await self._submit(task, prompt, params)
+        except EngineDeadError as error:
+            raise ReplicaDead("the engine is dead") from error
+        except (VLLMClientError, ValueError) as error:
+            raise refusal(error, "params", asked) from None
+        return Submitted(collector, length, prompt["type"] == "multimodal")
 
     def _has_plugins(self) -> bool:
         """Whether anything in this engine reads `extra_args`."""
@@ -193,7 +215,7 @@ class VllmStage(Stage[Submitted | Session]):
         outputs = (
             self._converse(prepared, inputs)
             if isinstance(prepared, Session)
-            else self._generate(prepared)
+            else self._generate(task, prepared)
         )
         async with aclosing(outputs):
             try:
@@ -225,7 +247,23 @@ class VllmStage(Stage[Submitted | Session]):
         finally:
             await session.close()
 
-    async def _generate(self, prepared: Submitted) -> AsyncGenerator[t.StageOutput]:
+    async def _generate(self, task: Task, prepared: Submitted) -> AsyncGenerator[t.StageOutput]:
+        try:
+            async with aclosing(self._answer(prepared)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        except EngineGaveUp:
+            if not prepared.media:
+                raise
+        # The engine had dropped a picture that its sender thought it had. The sender knows by now,
+        # so the second time it sends all. Nothing was said yet.
+        log.info("request %s: media are sent again", task.request_id)
+        async with aclosing(self._answer(await self._begin(task))) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _answer(self, prepared: Submitted) -> AsyncGenerator[t.StageOutput]:
         collector, generated, cached = prepared.collector, 0, 0
         finished, prompt_told = False, False
         try:
@@ -237,6 +275,8 @@ class VllmStage(Stage[Submitted | Session]):
                     break
                 cached = output.num_cached_tokens or cached
                 generated += sum(len(completion.token_ids) for completion in output.outputs)
+                if generated:
+                    prepared.media = False
                 for delta in stage_outputs(output, prompt_too=not prompt_told):
                     yield delta
                 prompt_told = prompt_told or bool(output.prompt_logprobs)
@@ -290,7 +330,8 @@ class _SessionEngine:
     async def sampling(self, params: t.Params | None, prompt: Any, room: int) -> SamplingParams:
         asked = params if isinstance(params, t.SamplingParams) else t.SamplingParams()
         try:
-            made = await self._stage._params(asked, room)
+            await self._stage._check_params(asked)
+            made = sampling_params(asked, self._stage._defaults, room=room)
             engine = self._stage._engine
             # vLLM's own checks, now: once the input is handed over they would end the request.
             engine.input_processor.process_inputs(
