@@ -290,7 +290,7 @@ async def test_close_with_discard_drops_the_rest() -> None:
 # ---------------------------------------------------------------- cutting
 
 
-SMALL = {"AUDIO_BYTES": 64, "PART_BYTES": 128, "TEXT_CHARACTERS": 16}
+SMALL = {"AUDIO_BYTES": 64, "PART_BYTES": 128, "TEXT_CHARACTERS": 32}
 
 
 @pytest.fixture(scope="class")
