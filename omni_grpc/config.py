@@ -201,7 +201,7 @@ class ServerConfig(Frozen):
     heartbeat_timeout: Seconds = 30.0
     """A replica that shows no sign of life for so long is lost."""
     media: MediaPolicy = MediaPolicy()
-    ipc: str = "ipc"
+    ipc: Annotated[str, Field(pattern=r"^(ipc|tcp://[A-Za-z0-9.-]+)$")] = "ipc"
     """How replicas are reached: "ipc", or "tcp://ADDRESS" to listen on for them."""
 
 

@@ -54,6 +54,9 @@ class Sink(Protocol):
     def send_chunk(self, number: int, chunk: Chunk, *, end: bool) -> None:
         """Sends a chunk; `Lane.answered` hears what became of it."""
 
+    def close(self, error: OmniError | None) -> None:
+        """Ends the request."""
+
 
 class Lane:
     """One request's input."""
@@ -77,6 +80,16 @@ class Lane:
     def segments(self) -> int:
         """Segments that were ended."""
         return self._segments
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the next chunk."""
+        return self._next_seq
+
+    @property
+    def fed(self) -> bool:
+        """Whether a feeder is there."""
+        return self._feeder is not None
 
     @property
     def segment_open(self) -> bool:
@@ -130,12 +143,15 @@ class Lane:
         await self._send(Chunk(-1, prompt=prompt), end=False)
 
     async def end(self) -> None:
-        """No more input: closes the segment that is open. Again: nothing."""
+        """No more input: closes the segment that is open. Again: nothing. Where no input ever came,
+        that is the request's error."""
         await self._settled()
         if self.ended:
             return
         if not self._held:
-            raise InvalidField("prompt", "the input ended without ever holding anything")
+            error = InvalidField("prompt", "the input ended without ever holding anything")
+            self._sink.close(error)
+            raise error
         await self._send(Chunk(self._next_seq, end_of_segment=self._open), end=True)
 
     async def _send(self, chunk: Chunk, *, end: bool) -> None:

@@ -330,11 +330,15 @@ class Replica:
         while chunk := await self._process.stdout.read(1 << 16):
             *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
             rest = rest[-(1 << 16) :]
-            for line in lines:
-                if line.strip():
-                    text = line.decode(errors="replace").rstrip()
-                    self._last_lines.append(text)
-                    logger.info("[%s] %s", self.name, text)
+            self._log_lines(logger, lines)
+        self._log_lines(logger, [rest])
+
+    def _log_lines(self, logger: logging.Logger, lines: list[bytes]) -> None:
+        for line in lines:
+            if line.strip():
+                text = line.decode(errors="replace").rstrip()
+                self._last_lines.append(text)
+                logger.info("[%s] %s", self.name, text)
 
     # ------------------------------------------------------------ tasks
 
@@ -348,7 +352,10 @@ class Replica:
         return handle
 
     async def control(self, command: str, arguments: dict[str, Any]) -> None:
-        """Carries out an operator's command in the replica. Raises what the stage raised."""
+        """Carries out an operator's command in the replica. Raises what the stage raised, and
+        StageUnavailable where the replica is not READY, or is lost."""
+        if self.state is not State.READY:
+            raise StageUnavailable(f"replica {self.name} is {self.state.value}")
         call = next(_task_ids)
         answer = self._calls[call] = self._loop.create_future()
         try:

@@ -127,7 +127,7 @@ def build_pipeline(config: PipelineConfig, pools: Mapping[str, StagePool]) -> Pi
         stages[stage.name] = StageNode(
             config=stage,
             pool=pools[stage.name],
-            bridge=load_bridge(stage.bridge, stage.bridge_args),
+            bridge=_bridge(config, place),
             kind=KIND_BY_ENGINE[stage.engine],
             defaults=_params(config, place, "defaults", stage.defaults),
             constraints=_params(config, place, "constraints", stage.constraints)
@@ -140,16 +140,30 @@ def build_pipeline(config: PipelineConfig, pools: Mapping[str, StagePool]) -> Pi
     return Pipeline(config, stages, transform, expansion)
 
 
-def check_pipeline(config: PipelineConfig) -> None:
-    """Checks what pydantic cannot see: bridges and parameters. Raises ConfigError."""
-    for place, stage in enumerate(config.stages):
-        load_bridge(stage.bridge, stage.bridge_args)
-        _params(config, place, "defaults", stage.defaults)
-        _params(config, place, "constraints", stage.constraints)
-    if config.transform:
-        load_transform(config.transform)
-    if config.expansion:
-        load_expansion(config.expansion)
+def check_pipeline(config: PipelineConfig, source: str) -> None:
+    """Checks what pydantic cannot see: bridges and parameters. Raises ConfigError that names
+    `source`, where the configuration is from."""
+    try:
+        for place, stage in enumerate(config.stages):
+            _bridge(config, place)
+            _params(config, place, "defaults", stage.defaults)
+            _params(config, place, "constraints", stage.constraints)
+        if config.transform:
+            load_transform(config.transform)
+        if config.expansion:
+            load_expansion(config.expansion)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _bridge(config: PipelineConfig, place: int) -> BridgeFactory:
+    stage = config.stages[place]
+    try:
+        return load_bridge(stage.bridge, stage.bridge_args)
+    except ConfigError as error:
+        raise ConfigError(
+            f"pipeline {config.name!r}: stages[{place}] ({stage.name}): {error}"
+        ) from None
 
 
 def _params(config: PipelineConfig, place: int, field: str, values: dict[str, object]) -> Params:

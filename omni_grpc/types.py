@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from omni_grpc.errors import ErrorRecord
+
 
 class Modality(Enum):
     """What kind of content an input or an output is."""
@@ -432,6 +434,43 @@ class Usage(msgspec.Struct, frozen=True):
         return Usage(*(getattr(self, f) + getattr(other, f) for f in self.__struct_fields__))
 
 
+class EventState(Enum):
+    """Where an event is in its life."""
+
+    QUEUED = "queued"
+    REJECTED = "rejected"
+    SUPERSEDED = "superseded"
+    EXPIRED = "expired"
+    STARTED = "started"
+    COMPLETED = "completed"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether nothing comes after it."""
+        return self not in (EventState.QUEUED, EventState.STARTED)
+
+
+class EventChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of an event; `chunk` is the one that it concerns, `error` why it was rejected."""
+
+    event_id: str
+    state: EventState
+    chunk: int | None = None
+    error: ErrorRecord | None = None
+
+
+class InteractionEvent(msgspec.Struct, frozen=True):
+    """A change to a running generation; at least one of prompt, negative prompt, media,
+    parameters."""
+
+    event_id: str
+    prompt: str | None = None
+    negative_prompt: str | None = None
+    media: tuple[Media, ...] = ()
+    parameters: dict[str, Any] | None = None
+    transition_chunks: int = 3
+
+
 class StageOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """One thing that a stage gives: content, progress, the end of one answer or of a segment, or
     usage."""
@@ -443,11 +482,13 @@ class StageOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     finish: Finish | None = None
     segment_end: bool = False
     usage: Usage | None = None
+    event: EventChange | None = None
 
 
 class StageFacts(msgspec.Struct, frozen=True):
     """What a loaded stage tells of itself. `params`: the parameters that it honours, each with its
-    choices if it has some; None: the stage judges for itself. `resumable`: it takes segments."""
+    choices if it has some; None: the stage judges for itself. `resumable`: it takes segments.
+    `interactive`: it takes events."""
 
     output_format: AudioFormat | ImageFormat | VideoFormat | None = None
     context_tokens: int = 0
@@ -455,6 +496,7 @@ class StageFacts(msgspec.Struct, frozen=True):
     versions: dict[str, str] = {}
     params: dict[str, tuple[str, ...]] | None = None
     resumable: bool = False
+    interactive: bool = False
 
 
 class StageStatistics(msgspec.Struct, frozen=True):

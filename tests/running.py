@@ -23,8 +23,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from omni_grpc.config import PipelineConfig, ServerConfig
 from omni_grpc.server import Server
-from omni_grpc.v1 import service_pb2, service_pb2_grpc
-from tests.support import ENVIRONMENT, ROOT
+from omni_grpc.v1 import service_pb2
+from tests.support import ENVIRONMENT, ROOT, client, stub_of
 
 BIN = Path(sys.executable).parent
 HOST_MODULE = "omni_grpc.stages.host"
@@ -65,20 +65,22 @@ async def serving(
 ) -> AsyncIterator[Running]:
     """A server of these pipelines on a free port, warm unless told otherwise."""
     server = Server(ServerConfig(port=0, **settings), pipelines)
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        running = Running(
-            server,
-            channel,
-            service_pb2_grpc.OmniServiceStub(channel),
-            health_pb2_grpc.HealthStub(channel),
-        )
-        try:
+    running = None
+    try:
+        await server.start()
+        async with client(server) as channel:
+            running = Running(server, channel, stub_of(channel), health_stub(channel))
             if warm:
                 await server.warm()
             yield running
-        finally:
-            await running.stop(drain_timeout=0)
+    finally:
+        if running is None or not running.stopped:
+            await server.stop(drain_timeout=0)
+
+
+def health_stub(channel: grpc.aio.Channel) -> Any:
+    """A stub of the health service."""
+    return health_pb2_grpc.HealthStub(channel)
 
 
 class ServerProcess:

@@ -10,11 +10,25 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 
+from omni_grpc.config import PipelineConfig, ServerConfig
 from omni_grpc.lane import Lane
 from omni_grpc.server import Server
 from omni_grpc.v1 import service_pb2
-from tests.support import Response, RichError, events, rich_error, texts
+from tests.support import (
+    ENVIRONMENT,
+    Response,
+    RichError,
+    client,
+    echo,
+    events,
+    eventually,
+    freed,
+    rich_error,
+    stub_of,
+    texts,
+)
 
 Chunk = service_pb2.UpdateChunk
 Update = service_pb2.StreamingUpdateRequest
@@ -227,3 +241,82 @@ def lane_of(server: Server, request_id: str) -> Lane:
     lane = server.engine.orchestrator.find(request_id).lane
     assert lane is not None
     return lane
+
+
+async def gone(server: Server, request_id: str) -> None:
+    """Returns when the server knows that the feeder is gone. Breaking off is no half-close."""
+    lane = lane_of(server, request_id)
+    await eventually(lambda: not lane.fed, within=5)
+    assert not lane.ended
+
+
+async def sent(
+    stub: Any, server: Server, request_id: str, *chunks: service_pb2.UpdateChunk
+) -> None:
+    """Feeds these chunks, and breaks off when the server has them."""
+    lane = lane_of(server, request_id)
+    feeding = await Feeding(stub, request_id).send(*chunks)
+    await eventually(lambda: lane.next_seq == chunks[-1].seq + 1, within=5)
+    feeding.cancel()
+    await gone(server, request_id)
+
+
+# ---------------------------------------------------------------- a server of more pipelines
+
+
+def python_pipeline(name: str, *stages: tuple[str, str], **settings: Any) -> PipelineConfig:
+    """Stages (name, class) in a line, of which the last gives text."""
+    made: list[dict[str, Any]] = [
+        {"name": stage, "engine": "python", "model": model, "environment": ENVIRONMENT}
+        for stage, model in stages
+    ]
+    for before, stage in itertools.pairwise(made):
+        stage["inputs"] = [before["name"]]
+    made[-1]["output"] = "text"
+    return PipelineConfig.model_validate({"name": name, "stages": made, **settings})
+
+
+def stream_pipelines() -> list[PipelineConfig]:
+    """echo; the same with little patience; a stage that refuses chunks, behind a transform that
+    makes directories; the same stage before a voice; a pipeline that takes no segments."""
+    careful = ("careful", "tests.streaming_stages:Careful")
+    voice = {"name": "voice", "engine": "fake", "engine_args": {"modality": "audio"}}
+    read = python_pipeline("careful", careful)
+    read = read.model_validate(
+        {
+            "name": "read",
+            "stages": [
+                *(stage.model_dump(exclude={"output"}) for stage in read.stages),
+                voice | {"inputs": ["careful"], "output": "audio"},
+            ],
+        }
+    )
+    return [
+        echo(),
+        echo({"name": "hasty", "input_timeout": 0.3}),
+        python_pipeline("careful", careful, transform="tests.streaming_stages:noting"),
+        read,
+        python_pipeline("deaf", careful, ("deaf", "tests.example_stages:Shout")),
+    ]
+
+
+@pytest.fixture(scope="session")
+async def streams_server() -> AsyncIterator[Server]:
+    """A server of all of these."""
+    server = Server(ServerConfig(port=0), stream_pipelines())
+    try:
+        await server.start()
+        await server.warm()
+        yield server
+    finally:
+        await server.stop(drain_timeout=0)
+
+
+@pytest.fixture
+async def streams(streams_server: Server) -> AsyncIterator[Any]:
+    """A client of it. When the test is over, the server must hold nothing."""
+    async with client(streams_server) as channel:
+        yield stub_of(channel)
+    await freed(streams_server)
+    artifacts = streams_server.engine.orchestrator._artifact_root
+    await eventually(lambda: not list(artifacts.glob("*")))

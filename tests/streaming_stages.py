@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from omni_grpc.errors import InvalidField, PromptTooLong
 from omni_grpc.ipc import Feed, Task
-from omni_grpc.pipelines.transforms import Transformed, TransformContext
+from omni_grpc.pipelines.transforms import TransformContext, Transformed
 from omni_grpc.stages.base import Inputs, Stage, segments
 from omni_grpc.types import (
     CustomParams,

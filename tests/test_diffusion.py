@@ -7,6 +7,7 @@ import asyncio
 import io
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,9 +18,11 @@ import yaml
 from PIL import Image as Pillow
 
 from omni_grpc.config import PipelineConfig, ServerConfig, load_pipeline
+from omni_grpc.ipc import StageSpec
 from omni_grpc.pipelines.bridges import BridgeContext
 from omni_grpc.replica import ReplicaStatistics
 from omni_grpc.server import Server
+from omni_grpc.stages.diffusion import DiffusionStage
 from omni_grpc.stages.painter.captions import CAPTIONS, HELD_OUT, Caption
 from omni_grpc.stages.painter.judge import Judge
 from omni_grpc.types import Payload, Prompt, Text, TextDelta
@@ -360,6 +363,14 @@ async def test_guidance_is_told_as_a_capability(stub: Any) -> None:
         "shapes": info_pb2.CAPABILITY_SUPPORTED,
         "told": info_pb2.CAPABILITY_UNSUPPORTED,
     }
+
+
+async def test_a_stage_without_weights_says_which_file_it_misses(tmp_path: Path) -> None:
+    spec = StageSpec("alone", "painter", 0, "diffusion", str(tmp_path / "lost"), "cpu")
+    stage = DiffusionStage(spec)
+    with pytest.raises(FileNotFoundError, match="lost"):
+        await stage.load()
+    await stage.close()
 
 
 # ------------------------------------------------------------ what it draws

@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from omni_grpc.health import add_health
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from tests.running import (
     Running,
     ServerProcess,
+    health_stub,
     pipeline,
     replicas,
     rest_of,
@@ -55,11 +56,6 @@ class Watched:
         """Leaves."""
         self._call.cancel()
         await self._reader
-
-
-def health_stub(channel: grpc.aio.Channel) -> Any:
-    """A stub of the health service."""
-    return health_pb2_grpc.HealthStub(channel)
 
 
 def watch(running: Running, name: str) -> Watched:

@@ -6,8 +6,8 @@ import asyncio
 import socket
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
@@ -49,9 +49,11 @@ async def test_second_bind_in_one_process_fails_too() -> None:
     async with serving(text_pipeline("holder"), warm=False) as running:
         taken = running.server.port
         second = Server(ServerConfig(port=taken), [text_pipeline("second")])
-        with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{taken}"):
-            await second.start()
-        await second.stop(0)
+        try:
+            with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{taken}"):
+                await second.start()
+        finally:
+            await second.stop(0)
 
 
 async def test_port_0_takes_a_free_port() -> None:
@@ -130,26 +132,32 @@ class RawClient:
                     self._writer.write(self._connection.data_to_send())
         return acknowledged, reason
 
-    async def close(self) -> None:
-        """Leaves."""
-        self._writer.close()
+
+@asynccontextmanager
+async def raw_client(port: int) -> AsyncIterator[RawClient]:
+    """A connection of its own to the server."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield RawClient(reader, writer)
+    finally:
+        writer.close()
         with suppress(ConnectionError):
-            await self._writer.wait_closed()
+            await writer.wait_closed()
 
 
 async def test_client_may_ping_every_ten_seconds_without_calls(port: int) -> None:
-    client = RawClient(*await asyncio.open_connection("127.0.0.1", port))
-    # gRPC forgives two pings that come too soon. They are used up here, so that the next one shows
-    # whether ten seconds are enough (the core's default is 5 minutes, and 2 hours without calls).
-    for _ in range(3):
+    async with raw_client(port) as client:
+        # gRPC forgives two pings that come too soon. They are used up here, so that the next one
+        # shows whether ten seconds are enough (the core's default is 5 minutes, and 2 hours where
+        # there is no call).
+        for _ in range(3):
+            client.ping()
+        assert await client.listen(10.2) == (3, None)
         client.ping()
-    assert await client.listen(10.2) == (3, None)
-    client.ping()
-    assert await client.listen(0.5) == (1, None)
-    # The floor holds: now one ping too soon is one too many.
-    client.ping()
-    assert (await client.listen(5))[1] == b"too_many_pings"
-    await client.close()
+        assert await client.listen(0.5) == (1, None)
+        # The floor holds: now one ping too soon is one too many.
+        client.ping()
+        assert (await client.listen(5))[1] == b"too_many_pings"
 
 
 # ---------------------------------------------------------------- size

@@ -127,6 +127,8 @@ def test_grpcurl_shows_an_error_with_its_details(address: str) -> None:
     )
     assert done.returncode != 0
     assert "InvalidArgument" in done.stderr
+    # The details' types are found by reflection too.
+    assert "INVALID_FIELD" in done.stderr and "google.rpc.BadRequest" in done.stderr
     assert "prompt: is required" in done.stderr
 
 

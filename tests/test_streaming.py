@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,26 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_grpc.server import Server
-from tests.conftest import Serve
-from tests.streaming import (
-    Chunk,
-    Feeding,
-    Opened,
-    by_segment,
-    chunk,
-    ends,
-    feed,
-    lane_of,
-    new_id,
-    opened,
-    pieces,
-    refused,
-)
+from tests.streaming import Feeding, chunk, feed, gone, lane_of, opened, pieces, refused
 from tests.support import (
     ROOT,
     Response,
+    ask,
     client,
-    echo,
+    collect,
     eventually,
     freed,
     picture,
@@ -100,18 +88,12 @@ async def test_a_first_prompt_and_chunks_are_one_input(stub: Any, whole: list[Re
 
 
 async def test_streamed_input_says_what_a_plain_request_says(stub: Any) -> None:
-    call = stub.AddRequest({"prompt": {"text": TEXT}} and _plain(TEXT))
-    plain = [response async for response in call]
-    streamed = await spoken(stub, [TEXT])
-    assert texts(streamed) == texts(plain)
-    assert sound(streamed) == sound(plain)
-    assert picture(streamed) == picture(plain)
-
-
-def _plain(text: str) -> Any:
-    from tests.support import ask
-
-    return ask(text)
+    plain, streamed = await collect(stub, ask(TEXT)), await spoken(stub, [TEXT])
+    assert (texts(plain), sound(plain), picture(plain)) == (
+        texts(streamed),
+        sound(streamed),
+        picture(streamed),
+    )
 
 
 # ---------------------------------------------------------------- seq
@@ -140,14 +122,13 @@ async def test_a_feeder_that_breaks_off_is_followed_by_another(
 ) -> None:
     async with opened(stub) as request:
         words = [f"word{n} " for n in range(12)]
+        lane = lane_of(echo_server, request.id)
         for n in range(0, 12, 3):
-            feeding = await Feeding(stub, request.id).send(
-                *(chunk(m, words[m]) for m in range(n, n + 3))
-            )
-            lane = lane_of(echo_server, request.id)
-            await eventually(lambda lane=lane, n=n: lane.statistics()["next_seq"] == n + 3)
+            three = [chunk(m, words[m]) for m in range(n, n + 3)]
+            feeding = await Feeding(stub, request.id).send(*three)
+            await eventually(partial(lambda due: lane.next_seq == due, n + 3))
             feeding.cancel()
-            await eventually(lambda lane=lane: not lane.statistics()["fed"])
+            await gone(echo_server, request.id)
         summary = await feed(stub, request.id, [])
         assert (summary.accepted_chunks, summary.segments) == (0, 1)
         assert texts(await request.finished()) == "".join(words)
@@ -157,22 +138,36 @@ async def test_a_feeder_that_breaks_off_is_followed_by_another(
 async def test_nothing_is_lost_or_repeated_by_cancels(
     stub: Any, echo_server: Server, seed: int
 ) -> None:
-    """Cancelled at any moment; the next feeder begins where this one was sure."""
+    """Cancelled at any moment; the next feeder begins where this one was sure, or before."""
     chance, words = random.Random(seed), [f"{n} " for n in range(40)]
     async with opened(stub) as request:
-        sure = 0
-        while sure < len(words):
-            upto = min(len(words), sure + chance.randint(1, 9))
-            feeding = await Feeding(stub, request.id).send(
-                *(chunk(n, words[n]) for n in range(sure, upto))
-            )
-            await asyncio.sleep(chance.choice([0, 0, 0.001, 0.01]))
+        lane, sure = lane_of(echo_server, request.id), 0
+        while sure < len(words) - 3:
+            upto = min(len(words), sure + chance.randint(4, 12))
+            some = [chunk(n, words[n]) for n in range(sure, upto)]
+            feeding = await Feeding(stub, request.id).send(*some)
+            await asyncio.sleep(chance.choice([0, 0, 0.001, 0.02]))
             feeding.cancel()
-            lane = lane_of(echo_server, request.id)
-            await eventually(lambda lane=lane: not lane.statistics()["fed"])
-            assert not lane.ended, "breaking off is no half-close"
-            # Sure of less than what arrived: the rest is sent again and must not count twice.
-            sure = max(sure, lane.statistics()["next_seq"] - chance.randint(0, 3))
+            await gone(echo_server, request.id)
+            sure = max(0, lane.next_seq - chance.randint(0, 3))
+        await feed(stub, request.id, [chunk(n, words[n]) for n in range(sure, len(words))])
+        assert texts(await request.finished()) == "".join(words)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_lost_connection_is_no_half_close(
+    stub: Any, echo_server: Server, seed: int
+) -> None:
+    chance, words = random.Random(seed), [f"{n} " for n in range(24)]
+    async with opened(stub) as request:
+        lane = lane_of(echo_server, request.id)
+        for _ in range(8):
+            async with client(echo_server) as channel:
+                some = [chunk(n, words[n]) for n in range(lane.next_seq, lane.next_seq + 2)]
+                await Feeding(stub_of(channel), request.id).send(*some)
+                await asyncio.sleep(chance.choice([0, 0.001, 0.02]))
+            await gone(echo_server, request.id)
+        sure = lane.next_seq
         await feed(stub, request.id, [chunk(n, words[n]) for n in range(sure, len(words))])
         assert texts(await request.finished()) == "".join(words)
 
@@ -207,34 +202,13 @@ async def test_a_feeder_that_is_killed_is_followed_by_another(
         )
         lane = lane_of(echo_server, request.id)
         try:
-            await eventually(lambda: lane.statistics()["next_seq"] == 3, within=20)
+            await eventually(lambda: lane.next_seq == 3, within=20)
         finally:
             process.kill()
             await process.wait()
-        await eventually(lambda: not lane.statistics()["fed"], within=5)
-        assert not lane.ended
+        await gone(echo_server, request.id)
         await feed(stub, request.id, [chunk(2, "word2 "), chunk(3, "word3")])
         assert texts(await request.finished()) == "word0 word1 word2 word3"
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_a_lost_connection_is_no_half_close(
-    stub: Any, echo_server: Server, seed: int
-) -> None:
-    async with opened(stub) as request:
-        for n in range(8):
-            async with client(echo_server) as channel:
-                feeding = await Feeding(stub_of(channel), request.id).send(chunk(n, f"{n} "))
-                await asyncio.sleep(0.004 * (seed == 1))
-                if seed == 2:
-                    await feeding.call.done_writing()
-                    break
-            lane = lane_of(echo_server, request.id)
-            await eventually(lambda lane=lane: not lane.statistics()["fed"])
-            assert not lane.ended
-            if lane.statistics()["next_seq"] == n:
-                await (await Feeding(stub, request.id).send(chunk(n, f"{n} "))).close_soon()
-        ...
 
 
 async def test_a_lost_answer_can_be_asked_for_again(stub: Any) -> None:
@@ -246,4 +220,41 @@ async def test_a_lost_answer_can_be_asked_for_again(stub: Any) -> None:
         assert (again.accepted_chunks, again.duplicate_chunks, again.segments) == (0, 2, 1)
         error = await refused(stub, request.id, chunk(1, "b"), chunk(2, "c"))
         assert (error.code, error.reason) == (S.FAILED_PRECONDITION, "NOT_RESUMABLE")
+        assert texts(await request.finished()) == "a b"
+
+
+@pytest.mark.parametrize("delay", [0, 0.001, 0.03])
+async def test_a_feeder_lost_behind_its_half_close_changes_nothing(
+    stub: Any, echo_server: Server, delay: float
+) -> None:
+    """Whether its half-close arrived or not: the next feeder says it all again."""
+    chunks = [chunk(0, "a "), chunk(1, "b")]
+    async with opened(stub, stage_params=[script("audio", outputs=1, first_ms=500)]) as request:
+        feeding = await Feeding(stub, request.id).send(*chunks)
+        await feeding.call.done_writing()
+        await asyncio.sleep(delay)
+        feeding.cancel()
+        await eventually(lambda: not lane_of(echo_server, request.id).fed)
+        summary = await feed(stub, request.id, chunks)
+        assert (summary.accepted_chunks + summary.duplicate_chunks, summary.segments) == (2, 1)
+        assert texts(await request.finished()) == "a b"
+
+
+async def test_only_one_feeds_at_a_time(stub: Any) -> None:
+    async with opened(stub) as request:
+        first = await Feeding(stub, request.id).send(chunk(0, "a "))
+        error = await refused(stub, request.id)
+        assert (error.code, error.reason) == (S.ALREADY_EXISTS, "FEEDER_ACTIVE")
+        await first.send(chunk(1, "b"))
+        summary = await first.close()
+        assert summary.accepted_chunks == 2
+        assert texts(await request.finished()) == "a b"
+
+
+async def test_chunks_may_hold_nothing(stub: Any) -> None:
+    """An empty text is a chunk: a model that writes token by token has such."""
+    async with opened(stub) as request:
+        chunks = [chunk(0, ""), chunk(1, "a "), chunk(2, ""), chunk(3, "b"), chunk(4, "")]
+        summary = await feed(stub, request.id, chunks)
+        assert (summary.accepted_chunks, summary.segments) == (5, 1)
         assert texts(await request.finished()) == "a b"

@@ -13,7 +13,13 @@ import pytest
 
 from omni_grpc import types as t
 from omni_grpc.config import MediaPolicy
-from omni_grpc.errors import InvalidField, InvalidMedia, LoraNotFound, NotSupported
+from omni_grpc.errors import (
+    InvalidField,
+    InvalidMedia,
+    LoraNotFound,
+    NotSupported,
+    PromptTooLong,
+)
 from omni_grpc.ipc import StageSpec, Task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]  # vLLM's import alone takes ten seconds
@@ -240,7 +246,7 @@ def stage_over(engine: Recorder) -> VllmStage:
     from omni_grpc.stages.vllm import VllmStage
 
     stage = VllmStage(spec(lora_adapters={"odd": "/adapters/odd", "even": "/adapters/even"}))
-    stage._engine = engine  # type: ignore[assignment]
+    stage._engine = engine
     stage._prompts = Rendered()  # type: ignore[assignment]
     stage._context, stage._defaults, stage._plugins = 100, {}, False
     return stage
@@ -252,6 +258,8 @@ def task(options: t.RequestOptions, **sampling: Any) -> Task:
 
 
 async def test_every_option_reaches_the_engine() -> None:
+    from omni_grpc.stages.vllm.stage import Submitted
+
     engine = Recorder(policy="priority")
     options = t.RequestOptions(
         lora="odd",
@@ -276,6 +284,7 @@ async def test_every_option_reaches_the_engine() -> None:
     assert call["trace_headers"] == {"traceparent": "00-1-2-01"}
     assert call["prompt"]["cache_salt"] == "salt"
     assert call["params"].max_tokens == 95, "the room left"
+    assert isinstance(submitted, Submitted)
     assert (submitted.collector, submitted.prompt_tokens) == ("collector", 5)
 
 
@@ -316,6 +325,75 @@ async def test_arguments_of_plugins_need_a_plugin() -> None:
     stage._plugins = True
     await stage.prepare(wanted)
     assert engine.calls[0]["params"].extra_args == {"knob": 1.0}
+
+
+class Said:
+    """In the place of a collector: these outputs."""
+
+    request_id = "internal"
+
+    def __init__(self, *outputs: SimpleNamespace) -> None:
+        self._outputs = list(outputs)
+
+    def get_nowait(self) -> SimpleNamespace:
+        return self._outputs.pop(0)
+
+    def close(self) -> None: ...
+
+
+def said(token: int, reason: str | None) -> SimpleNamespace:
+    """An output of one token, or of none where the engine gave up."""
+    tokens = [] if reason == "error" else [token]
+    completion = SimpleNamespace(
+        index=0, text="x", token_ids=tokens, logprobs=None, finish_reason=reason, stop_reason=None
+    )
+    return SimpleNamespace(
+        outputs=[completion],
+        finished=reason is not None,
+        num_cached_tokens=0,
+        prompt_logprobs=None,
+        prompt_token_ids=[1],
+    )
+
+
+@pytest.mark.parametrize(
+    ("media", "first", "expected"),
+    [
+        (True, [said(0, "error")], [7]),
+        (True, [said(3, None), said(0, "error")], "raises"),
+        (False, [said(0, "error")], "raises"),
+    ],
+    ids=["before a word", "after a word", "without media"],
+)
+async def test_media_that_the_engine_forgot_are_sent_again(
+    monkeypatch: pytest.MonkeyPatch, media: bool, first: list[Any], expected: Any
+) -> None:
+    from omni_grpc.stages.base import Inputs
+    from omni_grpc.stages.vllm.outputs import EngineGaveUp
+    from omni_grpc.stages.vllm.stage import Submitted
+
+    stage, wanted = stage_over(Recorder()), task(t.RequestOptions())
+
+    async def begin(again: Task) -> Submitted:
+        assert again is wanted
+        return Submitted(Said(said(7, "stop")), 5)
+
+    monkeypatch.setattr(stage, "_begin", begin)
+    outputs = stage.run(wanted, Submitted(Said(*first), 5, media), Inputs())
+    if expected == "raises":
+        with pytest.raises(EngineGaveUp):
+            _ = [output async for output in outputs]
+        return
+    texts = [o.payload for o in [o async for o in outputs] if isinstance(o.payload, t.TextDelta)]
+    assert [token for delta in texts for token in delta.token_ids] == expected
+
+
+async def test_a_refusal_after_rendering_is_undone() -> None:
+    stage = stage_over(Recorder())
+    stage._context = 5
+    with pytest.raises(PromptTooLong):
+        await stage.prepare(task(t.RequestOptions()))
+    assert stage._prompts.forgotten == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("special", [True, False, None])

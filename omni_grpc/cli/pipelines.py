@@ -21,7 +21,7 @@ def check(
     for reference in file:
         try:
             config = load_pipeline(reference)
-            check_pipeline(config)
+            check_pipeline(config, reference)
         except ConfigError as error:
             typer.secho(str(error), fg=typer.colors.RED, err=True)
             wrong = True

@@ -41,8 +41,8 @@ def serve(
             host=host, port=port, max_requests=max_requests, drain_timeout=drain_timeout
         )
         configs = [load_pipeline(reference) for reference in pipeline]
-        for config in configs:
-            check_pipeline(config)
+        for reference, config in zip(pipeline, configs, strict=True):
+            check_pipeline(config, reference)
         _prepare(configs)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, configs))

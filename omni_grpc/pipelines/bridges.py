@@ -199,7 +199,7 @@ def _imported(name: str) -> BridgeFactory:
     module, _, attribute = name.partition(":")
     try:
         factory: BridgeFactory = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the module raises when it is imported
         known = ", ".join(_BUILT_IN)
         raise ConfigError(
             f"bridge {name!r}: neither one of {known} nor importable: {error}"

@@ -116,12 +116,12 @@ class DiffusionStage(Stage[Prepared]):
             raise ValueError(f"engine 'diffusion' knows no {', '.join(arguments)}")
         # Its own devices are all that a replica sees, so they count from 0.
         self._device = torch.device("cuda" if spec.device.startswith("cuda") else "cpu")
+        self._scheduler = StepScheduler(self._advance, self._max_batch, self._max_running)
 
     async def load(self) -> StageFacts:
         path = painter.WEIGHTS if self.spec.model == MODEL else Path(self.spec.model)
         self._painter = await asyncio.to_thread(painter.load, self._device, path)
         await asyncio.to_thread(self._warm_up)
-        self._scheduler = StepScheduler(self._advance, self._max_batch, self._max_running)
         return StageFacts(
             output_format=ImageFormat(IMAGE_TYPES[0], SIDE, SIDE),
             capacity=self._max_running,
