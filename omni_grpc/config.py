@@ -17,7 +17,9 @@ from omni_grpc.types import Modality
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
-Engine = Literal["vllm", "diffusion", "diffusers", "codec", "whisper", "ocr", "fake", "python"]
+Engine = Literal[
+    "vllm", "diffusion", "live", "diffusers", "codec", "whisper", "ocr", "fake", "python"
+]
 
 
 class Frozen(BaseModel):

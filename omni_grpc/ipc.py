@@ -12,6 +12,7 @@ The life of a replica, seen from the server:
     → Feed* ← Emitted* → Credit*              input and output, in order
     → Feed of another stage's output ← Taken  so that a source pauses when it runs ahead
     → Feed with a number ← Fed                a client's chunk, checked before it counts
+    → Steer ← Emitted (event)                 a change to what is being generated
     → Abort ← Ended                           one Ended per admitted task, the last word on it
     → Control ← ControlDone
 """
@@ -31,6 +32,7 @@ from omni_grpc.errors import ErrorRecord
 from omni_grpc.types import (
     Audio,
     Image,
+    InteractionEvent,
     Params,
     Payload,
     Prompt,
@@ -119,6 +121,13 @@ class Feed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     end: bool = False
 
 
+class Steer(msgspec.Struct, frozen=True, tag=True):
+    """An event for a running task. What becomes of it comes as outputs with `event` set."""
+
+    task: int
+    event: InteractionEvent
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Stop this task and free what it holds."""
 
@@ -144,7 +153,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Close the stage and exit."""
 
 
-ToReplica = Start | Submit | Feed | Abort | Credit | Control | Stop
+ToReplica = Start | Submit | Feed | Steer | Abort | Credit | Control | Stop
 
 # ---------------------------------------------------------------- from the replica
 

@@ -25,6 +25,7 @@ from omni_grpc.types import (
 KIND_BY_ENGINE: dict[str, type[Params]] = {
     "vllm": SamplingParams,
     "diffusion": DiffusionParams,
+    "live": DiffusionParams,
     "diffusers": DiffusionParams,
     "codec": CodecParams,
     "whisper": CustomParams,

@@ -49,6 +49,7 @@ from omni_grpc.ipc import (
     StageSpec,
     Start,
     StartFailed,
+    Steer,
     Stop,
     Submit,
     Taken,
@@ -56,7 +57,15 @@ from omni_grpc.ipc import (
     ToReplica,
     output_size,
 )
-from omni_grpc.types import Params, Payload, Prompt, StageFacts, StageOutput, StageStatistics
+from omni_grpc.types import (
+    InteractionEvent,
+    Params,
+    Payload,
+    Prompt,
+    StageFacts,
+    StageOutput,
+    StageStatistics,
+)
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +135,10 @@ class TaskHandle:
         """Sends more input. `end`: there is no more after it. With a `number` the sink hears what
         became of it."""
         self.replica.send(Feed(self.id, number, payload, prompt, params, end_of_segment, end))
+
+    def steer(self, event: InteractionEvent) -> None:
+        """Sends an event; the sink hears what becomes of it in outputs with `event` set."""
+        self.replica.send(Steer(self.id, event))
 
     def abort(self) -> None:
         """Asks the replica to stop the task; the sink's last word comes when all is freed."""

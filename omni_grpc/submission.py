@@ -23,7 +23,7 @@ from omni_grpc.replica import new_task_id
 from omni_grpc.topology import StageNode
 from omni_grpc.types import Prompt, RequestOptions
 
-DIFFUSION = ("diffusion", "diffusers")
+DIFFUSION = ("diffusion", "live", "diffusers")
 """Engines whose prompt is taken as it is, and that have no preprocessing to tell of."""
 
 

@@ -628,3 +628,42 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 Event = Accepted | Output | SegmentEnd | StageProgress | Finished
+
+
+# ---------------------------------------------------------------- notices of a session
+
+
+class SetupComplete(msgspec.Struct, frozen=True):
+    """The session stands."""
+
+    request_id: str
+    epoch: int
+
+
+class EventNotice(msgspec.Struct, frozen=True):
+    """What became of an event, or what had become of it when it was sent again."""
+
+    change: EventChange
+    resubmission: bool = False
+
+
+class UpdateRejected(msgspec.Struct, frozen=True):
+    """A chunk of input was refused; the session goes on."""
+
+    seq: int
+    error: ErrorRecord
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """The answer was cut off; what follows is of `epoch` or later."""
+
+    epoch: int
+
+
+class GoingAway(msgspec.Struct, frozen=True):
+    """The server will stop in at most `time_left_s`."""
+
+    time_left_s: float
+
+
+Notice = SetupComplete | EventNotice | UpdateRejected | Interrupted | GoingAway

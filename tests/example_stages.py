@@ -150,7 +150,7 @@ class Parent(Plain):
     async def load(self) -> StageFacts:
         # The shell stays as the parent of the first sleep: a child and a grandchild.
         shell = await asyncio.create_subprocess_exec(
-            "sh", "-c", "sleep 1000 & echo $!; wait", stdout=asyncio.subprocess.PIPE
+            "sh", "-c", "sleep 60 & echo $!; wait", stdout=asyncio.subprocess.PIPE
         )
         assert shell.stdout is not None
         self._pids = [shell.pid, int(await shell.stdout.readline())]

@@ -17,7 +17,7 @@ import torch
 from PIL import Image as Pillow
 
 from omni_grpc.config import ServerConfig
-from omni_grpc.errors import InvalidField
+from omni_grpc.errors import InvalidField, NotSupported, StageError
 from omni_grpc.ipc import Feed, StageSpec, Task
 from omni_grpc.replica import ReplicaStatistics
 from omni_grpc.server import Server
@@ -71,6 +71,7 @@ def folders(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {
         "image": image,
         "video": video,
+        "packed": tiny_diffusers.build_packed(root / "packed"),
         "lora": tiny_diffusers.build_lora(video, root / "lora"),
     }
 
@@ -304,6 +305,26 @@ async def test_a_lora_changes_what_is_drawn(folders: dict[str, Path]) -> None:
     assert abs(plain - on).max() > 0.01
 
 
+async def test_latents_in_a_row_are_previewed_too(folders: dict[str, Path]) -> None:
+    model = DiffusersModel(str(folders["packed"]), "cpu", "float32")
+    assert model.warm_up() and model.multiple == 2 and not model.guided_by_negative
+    drawing, seen = Drawing(PROMPT, steps=2, width=32, height=48, seed=1), []
+    drawn = model.draw(drawing, lambda *step: seen.append(model.glimpse(step[2], drawing)))
+    assert drawn.shape == (3, 48, 32) and np.allclose(seen[-1], drawn, atol=1e-5)
+
+
+async def test_negative_text_is_refused_where_guidance_is_distilled(
+    folders: dict[str, Path],
+) -> None:
+    stage = DiffusersStage(spec(folders["packed"]))
+    await stage.load()
+    prompt = Prompt(Text(PROMPT), negative_text="owls")
+    with pytest.raises(NotSupported) as caught:
+        await stage.prepare(Task(1, "r", DiffusionParams(guidance_scale=3.5), 60, prompt))
+    await stage.close()
+    assert [v.field for v in caught.value.violations] == ["prompt.negative_text"]
+
+
 async def test_values_that_are_no_numbers_are_no_picture(folders: dict[str, Path]) -> None:
     model = DiffusersModel(str(folders["image"]), "cpu", "float32")
     # As an autoencoder gives in half precision, when it runs over.
@@ -321,6 +342,9 @@ async def test_a_stage_before_gives_the_prompt(folders: dict[str, Path]) -> None
     parts = [Feed(2, payload=TextDelta(text)) for text in (PROMPT[:5], PROMPT[5:])]
     pieces = await outputs(stage, Task(2, "r", params, 60, streaming=True), *parts)
     nothing = await outputs(stage, Task(3, "r", params, 60, streaming=True))
+    with pytest.raises(StageError):
+        # Too long, and not the client's fault.
+        await outputs(stage, Task(4, "r", params, 60, Prompt(Text("x" * 400)), streaming=True))
     await stage.close()
     first, second = (next(o.payload for o in out if o.payload) for out in (whole, pieces))
     assert isinstance(first, Tensors) and first == second

@@ -149,7 +149,7 @@ async def test_second_signal_while_draining_changes_nothing() -> None:
 async def test_client_that_reads_slowly_gets_all_before_the_end() -> None:
     """The stages are done long before the client has read what they made."""
     async with (
-        serving(text_pipeline("slow-reader")) as running,
+        serving(text_pipeline("slow-reader"), queue_bytes=32 << 20) as running,
         # Its window stays small, so most of the answer waits in the server.
         client(running.server, ("grpc.http2.bdp_probe", 0)) as channel,
     ):

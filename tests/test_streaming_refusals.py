@@ -34,7 +34,8 @@ from tests.support import (
     RichError,
     ask,
     eventually,
-    in_flight,
+    freed,
+    holdings,
     refusal,
     running,
     script,
@@ -102,10 +103,10 @@ async def test_an_update_creates_nothing(stub: Any, echo_server: Server, end: st
             elif end == "aborted":
                 await stub.Abort(service_pb2.AbortRequest(request_ids=[request_id]))
                 await request.failed()
-    await eventually(lambda: not len(echo_server.engine.orchestrator))
+    await freed(echo_server)
     says(await refused(stub, request_id, chunk(0, "x")), "REQUEST_NOT_FOUND")
     says(await Feeding(stub, request_id).close_refused(), "REQUEST_NOT_FOUND")
-    assert not len(echo_server.engine.orchestrator) and not in_flight(echo_server)
+    assert not holdings(echo_server)
 
 
 async def test_a_plain_request_takes_no_input(stub: Any) -> None:

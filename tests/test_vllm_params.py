@@ -196,6 +196,17 @@ def test_each_form_of_an_answer_reaches_vllm(
     assert getattr(found, theirs) == (value["options"] if name == "choice" else value)
 
 
+@pytest.mark.parametrize(
+    "form", [{"regex": "a" * 65537}, {"choice": {"options": ["a" * 40000, "b" * 40000]}}]
+)
+def test_a_form_has_a_largest_size(form: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField) as caught:
+        decoded({"structured_outputs": form})
+    (kind,) = form
+    path = f"stage_params[0].sampling.structured_outputs.{kind}"
+    assert [v.field for v in caught.value.violations] == [path]
+
+
 def test_what_this_vllm_does_not_know_is_refused(made: Callable[..., Any]) -> None:
     from omni_grpc.stages.vllm.params import sampling_params
 

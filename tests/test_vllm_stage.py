@@ -388,6 +388,19 @@ async def test_media_that_the_engine_forgot_are_sent_again(
     assert [token for delta in texts for token in delta.token_ids] == expected
 
 
+async def test_a_form_that_cannot_be_compiled_is_the_callers_fault() -> None:
+    """The engine says no more than that it gave up, and only after the request was taken."""
+    from omni_grpc.stages.base import Inputs
+    from omni_grpc.stages.vllm.stage import Submitted
+
+    form = t.StructuredOutputs(regex="(a|b)" * 10000)
+    wanted = task(t.RequestOptions(), structured_outputs=form)
+    prepared = Submitted(Said(said(0, "error")), 5, form=form)
+    with pytest.raises(InvalidField) as caught:
+        _ = [output async for output in stage_over(Recorder()).run(wanted, prepared, Inputs())]
+    assert [v.field for v in caught.value.violations] == ["params.structured_outputs.regex"]
+
+
 async def test_a_refusal_after_rendering_is_undone() -> None:
     stage = stage_over(Recorder())
     stage._context = 5

@@ -22,7 +22,14 @@ from typing import Any, Generic, TypeVar
 
 from omni_grpc.errors import NotSupported
 from omni_grpc.ipc import Feed, StageSpec, Task
-from omni_grpc.types import Params, StageFacts, StageOutput, StageStatistics
+from omni_grpc.types import (
+    EventChange,
+    InteractionEvent,
+    Params,
+    StageFacts,
+    StageOutput,
+    StageStatistics,
+)
 
 Prepared = TypeVar("Prepared")
 
@@ -164,6 +171,17 @@ class Stage(ABC, Generic[Prepared]):
         Raises OmniError to refuse it; the task, and what `prepared` holds, are then as they were.
         `feed.params` come with a segment's first chunk. By default everything is taken.
         """
+
+    async def steer(
+        self, task: Task, prepared: Prepared, event: InteractionEvent
+    ) -> list[EventChange]:
+        """Takes an event for a running task: checks all of it, makes ready what it needs (off the
+        loop, and off the thread that generates), and lets it wait for the next chunk's border.
+
+        Returns what became of other events by that. Raises OmniError to reject it; the generation
+        goes on as before. What becomes of it later, `run` says in outputs with `event` set.
+        """
+        raise NotSupported(f"stage {self.spec.stage!r} takes no events")
 
     @abstractmethod
     def run(self, task: Task, prepared: Prepared, inputs: Inputs) -> AsyncIterator[StageOutput]:

@@ -25,7 +25,13 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
-from omni_grpc.errors import InvalidField, NotSupported, PromptTooLong
+from omni_grpc.errors import (
+    InvalidField,
+    NotSupported,
+    PromptTooLong,
+    StageError,
+    Violation,
+)
 from omni_grpc.ipc import StageSpec, Task
 from omni_grpc.params import check_honoured
 from omni_grpc.stages.base import Inputs, Stage
@@ -151,7 +157,7 @@ class DiffusersStage(Stage[Order]):
         check_honoured(params, self._honoured, "params")
         self._check_limits(params)
         order = self._order(params)
-        return order if task.prompt is None else self._with_prompt(order, task.prompt)
+        return order if task.prompt is None else self._asked(task, order, task.prompt)
 
     def _check_limits(self, params: DiffusionParams) -> None:
         for name, most in (
@@ -195,12 +201,23 @@ class DiffusersStage(Stage[Order]):
             fps=params.fps or model.default("frame_rate") or FPS,
         )
 
+    def _asked(self, task: Task, order: Order, prompt: Prompt) -> Order:
+        try:
+            return self._with_prompt(order, prompt)
+        except (InvalidField, PromptTooLong) as error:
+            of_params = any(v.field.startswith("params.") for v in error.violations)
+            if not task.streaming or of_params:
+                raise
+            # Another stage wrote it: no field of the client's is wrong.
+            raise StageError(f"stage {self.spec.stage!r} was given no fit prompt") from error
+
     def _with_prompt(self, order: Order, prompt: Prompt) -> Order:
         if not isinstance(prompt.content, Text):
             raise NotSupported("the pipeline takes text only")
         negative, guidance = prompt.negative_text, order.drawing.guidance
         if negative is not None and not self._model.guided_by_negative:
-            raise NotSupported("prompt.negative_text: the model takes none")
+            where = Violation("prompt.negative_text", "the model takes none")
+            raise NotSupported("prompt.negative_text: the model takes none", violations=(where,))
         if negative is not None and guidance == 1:
             raise InvalidField("prompt.negative_text", "has no effect at guidance scale 1")
         for text in (prompt.content.text, negative or ""):
@@ -220,7 +237,7 @@ class DiffusersStage(Stage[Order]):
             if prompt is None:
                 yield StageOutput(finish=Finish(FinishReason.COMPLETE))
                 return
-            order = self._with_prompt(order, prompt)
+            order = self._asked(task, order, prompt)
         drawn: Values | None = None
         async with aclosing(self._draw(task.id, order)) as news:
             async for new in news:
@@ -246,7 +263,7 @@ class DiffusersStage(Stage[Order]):
             if stop.is_set():
                 raise Interrupted
             due = order.preview_interval and step % order.preview_interval == 0
-            preview = encode_preview(self._model.glimpse(latents)) if due else None
+            preview = encode_preview(self._model.glimpse(latents, order.drawing)) if due else None
             loop.call_soon_threadsafe(self._count, task_id, total - step)
             loop.call_soon_threadsafe(news.put_nowait, Progress(step, total, preview))
 

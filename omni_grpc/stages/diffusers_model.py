@@ -223,11 +223,12 @@ class DiffusersModel:
         return {}
 
     @torch.no_grad()
-    def glimpse(self, latents: Any) -> Values:
+    def glimpse(self, latents: Any, drawing: Drawing) -> Values:
         """What latents look like now, [3, height, width] of 0 to 1; of a film the first frame.
         Raises where the pipeline's latents are of a form that is not known here."""
         vae = self.pipe.vae
         config, channels = vae.config, _latent_channels(vae)
+        latents = self._unpacked(latents, drawing)
         if latents.ndim == 5:
             # Channels come before frames, or (CogVideoX) after them.
             ordered = latents if latents.shape[1] == channels else latents.transpose(1, 2)
@@ -239,21 +240,31 @@ class DiffusersModel:
         values: Values = ((picture.float() + 1) / 2).clamp(0, 1).cpu().numpy()
         return values
 
+    def _unpacked(self, latents: Any, drawing: Drawing) -> Any:
+        """A picture again from a row of patches, as Flux and its kin have them."""
+        unpack = getattr(self.pipe, "_unpack_latents", None)
+        if latents.ndim != 3 or unpack is None:
+            return latents
+        scale = self.pipe.vae_scale_factor
+        side = getattr(self.pipe, "default_sample_size", 0) * scale
+        return unpack(latents, drawing.height or side, drawing.width or side, scale)
+
     def warm_up(self) -> bool:
         """Draws the smallest picture in one step. Whether its latents can be looked at."""
         side = -(-WARM_UP_SIDE // self.multiple) * self.multiple
+        drawing = Drawing("warm up", steps=1, width=side, height=side, frames=1)
         seen: list[bool] = []
 
         def look(step: int, total: int, latents: Any) -> None:
             try:
-                self.glimpse(latents)
+                self.glimpse(latents, drawing)
             except Exception as error:
                 log.info("no previews from this pipeline: %s", error)
                 seen.append(False)
             else:
                 seen.append(True)
 
-        self.draw(Drawing("warm up", steps=1, width=side, height=side, frames=1), look)
+        self.draw(drawing, look)
         return bool(seen) and all(seen)
 
 

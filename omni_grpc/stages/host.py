@@ -45,6 +45,7 @@ from omni_grpc.ipc import (
     Refused,
     Start,
     StartFailed,
+    Steer,
     Stop,
     Submit,
     Taken,
@@ -55,6 +56,7 @@ from omni_grpc.ipc import (
 )
 from omni_grpc.stages import guard, registry
 from omni_grpc.stages.base import Inputs, ReplicaDead, Stage
+from omni_grpc.types import EventChange, EventState, InteractionEvent, StageOutput
 
 log = logging.getLogger("omni_grpc.replica")
 
@@ -93,6 +95,8 @@ class Job:
     inputs: Inputs = field(default_factory=Inputs)
     window: Window = field(default_factory=Window)
     runner: asyncio.Task[None] | None = None
+    steering: asyncio.Task[None] | None = None
+    """Takes the event that came last; each waits for the one before."""
     feeder: asyncio.Task[None] | None = None
     """Checks the client's chunk that is under way; there is never more than one."""
     prepared: asyncio.Future[Any] = field(
@@ -161,6 +165,10 @@ class Host:
             case Feed():
                 if target := self._jobs.get(message.task):
                     self._feed(target, message)
+            case Steer():
+                if target := self._jobs.get(message.task):
+                    before, event = target.steering, message.event
+                    target.steering = asyncio.create_task(self._steer(target, event, before))
             case Credit():
                 if target := self._jobs.get(message.task):
                     target.window.give(message.bytes)
@@ -214,8 +222,9 @@ class Host:
             error = self._failed("raised")
         finally:
             del self._jobs[task.id]
-            if job.feeder is not None:
-                job.feeder.cancel()
+            for helper in (job.feeder, job.steering):
+                if helper is not None:
+                    helper.cancel()
             job.prepared.cancel()
             record = error.record() if error is not None else None
             if admitted or record is None:
@@ -263,6 +272,26 @@ class Host:
             if job.runner is not None:
                 job.runner.cancel()
         self._channel.send(Fed(job.task.id, number, error.record() if error else None))
+
+    async def _steer(
+        self, job: Job, event: InteractionEvent, before: asyncio.Task[None] | None
+    ) -> None:
+        """One event: after the one before it, so that the newer one is the one that stays."""
+        if before is not None:
+            await asyncio.wait([before])
+        changes: list[EventChange]
+        try:
+            prepared = await job.prepared
+            changes = await self._stage.steer(job.task, prepared, event)
+        except OmniError as reason:
+            rejected = EventState.REJECTED
+            changes = [EventChange(event.event_id, rejected, error=reason.record())]
+        except Exception:
+            error = self._failed("raised at an event")
+            rejected = EventState.REJECTED
+            changes = [EventChange(event.event_id, rejected, error=error.record())]
+        for change in changes:
+            self._channel.send(Emitted(job.task.id, StageOutput(event=change)))
 
     def _failed(self, what: str) -> StageError:
         log.exception("stage %s %s", self._stage.spec.stage, what)

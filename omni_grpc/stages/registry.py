@@ -11,6 +11,7 @@ from omni_grpc.stages.base import Stage
 _ENGINES = {
     "fake": "omni_grpc.stages.fake:FakeStage",
     "diffusion": "omni_grpc.stages.diffusion:DiffusionStage",
+    "live": "omni_grpc.stages.live:LiveStage",
     "diffusers": "omni_grpc.stages.diffusers:DiffusersStage",
     "whisper": "omni_grpc.stages.ear:EarStage",
     "ocr": "omni_grpc.stages.reader:ReaderStage",

@@ -14,6 +14,8 @@ from omni_grpc.v1 import params_pb2
 from omni_grpc.wire.values import decode_struct, optional
 
 INT64_MAX = (1 << 63) - 1
+MAX_FORM = 64 << 10
+"""Most characters of the form of an answer: engines read it while others wait."""
 
 Check = Callable[[Any], str | None]
 
@@ -157,6 +159,9 @@ def _structured(message: params_pb2.StructuredOutputs, path: str) -> t.Structure
             raise InvalidField(f"{path}.choice.options", "needs strings, none of them empty")
     elif not value:
         raise InvalidField(f"{path}.{kind}", "is empty")
+    size = sum(map(len, value)) if kind == "choice" else len(value) if kind != "json_object" else 0
+    if size > MAX_FORM:
+        raise InvalidField(f"{path}.{kind}", f"is longer than {MAX_FORM} characters")
     return t.StructuredOutputs(
         disable_any_whitespace=optional(message, "disable_any_whitespace"),
         disable_additional_properties=optional(message, "disable_additional_properties"),

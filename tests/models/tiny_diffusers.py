@@ -16,13 +16,25 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLWan,
     DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
     UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
 )
-from transformers import T5Config, T5EncoderModel, T5Tokenizer, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 WIDTH = 32
 
@@ -97,6 +109,53 @@ def build_video(folder: Path) -> Path:
         vae=vae,
         transformer=transformer,
         scheduler=scheduler,
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def build_packed(folder: Path) -> Path:
+    """Flux: its latents are a row of patches, and its guidance is distilled."""
+    torch.manual_seed(0)
+    transformer = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        pooled_projection_dim=WIDTH,
+        axes_dims_rope=(4, 4, 8),
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(4,),
+        latent_channels=1,
+        norm_num_groups=1,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.06,
+        scaling_factor=1.5,
+    )
+    words = {
+        piece: number
+        for number, piece in enumerate(
+            ["<|startoftext|>", "<|endoftext|>", *(f"{c}</w>" for c in string.ascii_lowercase)]
+        )
+    }
+    clip = {"hidden_size": WIDTH, "intermediate_size": 32, "projection_dim": WIDTH}
+    pipeline = FluxPipeline(
+        tokenizer=CLIPTokenizer(vocab=words, merges=[], model_max_length=77),
+        text_encoder=CLIPTextModel(
+            CLIPTextConfig(
+                **clip, vocab_size=100, num_hidden_layers=1, num_attention_heads=2, eos_token_id=1
+            )
+        ),
+        tokenizer_2=_tokenizer(),
+        text_encoder_2=T5EncoderModel(T5Config(**_encoder())),
+        transformer=transformer,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
     )
     pipeline.save_pretrained(folder)
     return folder

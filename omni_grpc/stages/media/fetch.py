@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing
 from functools import cache
 from ipaddress import IPv6Address, ip_address, ip_network
 from ssl import SSLContext
@@ -56,7 +57,8 @@ async def fetch(
     try:
         async with asyncio.timeout(policy.fetch_timeout):
             guarded = GuardedNetwork(policy.private_networks, path, lookup, network)
-            return await _follow(uri, policy, path, guarded)
+            async with aclosing(guarded):
+                return await _follow(uri, policy, path, guarded)
     except TimeoutError:
         raise MediaSource(f"{path}: its source took over {policy.fetch_timeout:g} s") from None
     except (httpcore.NetworkError, httpcore.TimeoutException):
@@ -175,6 +177,7 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
         self._private = private
         self._path = path
         self._lookup = lookup
+        self._opened: list[httpcore.AsyncNetworkStream] = []
 
     async def connect_tcp(
         self,
@@ -188,12 +191,19 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
         error: Exception = httpcore.ConnectError("no address")
         for address in await self._resolve(host, port):
             try:
-                return await self._inner.connect_tcp(
+                stream = await self._inner.connect_tcp(
                     address, port, timeout, local_address, socket_options
                 )
+                self._opened.append(stream)
+                return stream
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as failure:
                 error = failure
         raise error
+
+    async def aclose(self) -> None:
+        """Closes every connection: httpcore forgets one whose TLS handshake is cancelled."""
+        for stream in self._opened:
+            await stream.aclose()
 
     async def _resolve(self, host: str, port: int) -> list[str]:
         try:

@@ -100,13 +100,17 @@ def _path(parameter: object, text: str, asked: t.SamplingParams | None) -> str |
     if parameter in asked.__struct_fields__:
         return f"params.{parameter}"
     if asked.structured_outputs is not None and _OF_FORMS.search(text):
-        form = asked.structured_outputs
-        kind = next(name for name in _FORMS if getattr(form, name) is not None)
-        return f"params.structured_outputs.{kind}"
+        return form_path(asked.structured_outputs)
     # Some of vLLM's checks name the parameter in their text only.
     given = (n for n in asked.__struct_fields__ if getattr(asked, n) is not None)
     named = next((n for n in given if re.search(rf"\b{n}\b", text)), None)
     return f"params.{named}" if named else None
+
+
+def form_path(form: t.StructuredOutputs) -> str:
+    """Where the form itself is: its kind."""
+    kind = next(name for name in _FORMS if getattr(form, name) is not None)
+    return f"params.structured_outputs.{kind}"
 
 
 def unsupported(field: str, description: str) -> NotSupported:

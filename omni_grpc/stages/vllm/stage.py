@@ -29,7 +29,13 @@ from omni_grpc.ipc import Feed, StageSpec, Task
 from omni_grpc.stages.base import Inputs, ReplicaDead, Stage, segments
 from omni_grpc.stages.vllm.media import MediaReader
 from omni_grpc.stages.vllm.outputs import EngineGaveUp, stage_outputs
-from omni_grpc.stages.vllm.params import check_form, refusal, sampling_params, unsupported
+from omni_grpc.stages.vllm.params import (
+    check_form,
+    form_path,
+    refusal,
+    sampling_params,
+    unsupported,
+)
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
 from omni_grpc.stages.vllm.session import MARK, Session
 
@@ -44,6 +50,8 @@ class Submitted:
     prompt_tokens: int
     media: bool = False
     """Whether it has media and nothing was said yet: then it may be sent a second time."""
+    form: t.StructuredOutputs | None = None
+    """The form that the engine has to compile before it says anything; None once it did."""
 
 
 class VllmStage(Stage[Submitted | Session]):
@@ -101,6 +109,9 @@ class VllmStage(Stage[Submitted | Session]):
         prompt = await self._prompts.render(t.Prompt(t.TokenIds([0])), None)
         async for _ in self._engine.generate(prompt, params, "warm-up"):
             pass
+        # vLLM imports its grammar libraries with the first form: a second in which all would stand.
+        form = t.SamplingParams(structured_outputs=t.StructuredOutputs(regex="a"))
+        await self._check_params(form)
 
     # ------------------------------------------------------------ prepare
 
@@ -138,16 +149,19 @@ class VllmStage(Stage[Submitted | Session]):
         check_form(asked.structured_outputs, config.structured_outputs_config)
         try:
             params = sampling_params(asked, self._defaults, room=self._context)
-            # In a thread: a schema may take a second to read.
-            await asyncio.to_thread(
-                params.verify,
-                config.model_config,
-                config.speculative_config,
-                config.structured_outputs_config,
-                self._engine.renderer.tokenizer,
-            )
+            # In a thread: a large schema takes its time.
+            await asyncio.to_thread(self._verify, params)
         except (VLLMClientError, ValueError) as error:
             raise refusal(error, "params", asked) from None
+
+    def _verify(self, params: SamplingParams) -> None:
+        config = self._engine.vllm_config
+        params.verify(
+            config.model_config,
+            config.speculative_config,
+            config.structured_outputs_config,
+            self._engine.renderer.tokenizer,
+        )
 
     async def _enqueue(self, task: Task, prompt: Any, asked: t.SamplingParams) -> Submitted:
         length = prompt_length(prompt)
@@ -164,7 +178,9 @@ class VllmStage(Stage[Submitted | Session]):
             raise ReplicaDead("the engine is dead") from error
         except (VLLMClientError, ValueError) as error:
             raise refusal(error, "params", asked) from None
-        return Submitted(collector, length, prompt["type"] == "multimodal")
+        return Submitted(
+            collector, length, prompt["type"] == "multimodal", asked.structured_outputs
+        )
 
     def _has_plugins(self) -> bool:
         """Whether anything in this engine reads `extra_args`."""
@@ -253,15 +269,19 @@ class VllmStage(Stage[Submitted | Session]):
                 async for output in outputs:
                     yield output
             return
-        except EngineGaveUp:
+        except EngineGaveUp as error:
             if not prepared.media:
-                raise
+                raise _blamed(error, prepared) from None
         # The engine had dropped a picture that its sender thought it had. The sender knows by now,
         # so the second time it sends all. Nothing was said yet.
         log.info("request %s: media are sent again", task.request_id)
-        async with aclosing(self._answer(await self._begin(task))) as outputs:
-            async for output in outputs:
-                yield output
+        again = await self._begin(task)
+        try:
+            async with aclosing(self._answer(again)) as outputs:
+                async for output in outputs:
+                    yield output
+        except EngineGaveUp as error:
+            raise _blamed(error, again) from None
 
     async def _answer(self, prepared: Submitted) -> AsyncGenerator[t.StageOutput]:
         collector, generated, cached = prepared.collector, 0, 0
@@ -276,7 +296,7 @@ class VllmStage(Stage[Submitted | Session]):
                 cached = output.num_cached_tokens or cached
                 generated += sum(len(completion.token_ids) for completion in output.outputs)
                 if generated:
-                    prepared.media = False
+                    prepared.media, prepared.form = False, None
                 for delta in stage_outputs(output, prompt_too=not prompt_told):
                     yield delta
                 prompt_told = prompt_told or bool(output.prompt_logprobs)
@@ -301,6 +321,13 @@ class VllmStage(Stage[Submitted | Session]):
     async def close(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.shutdown()
+
+
+def _blamed(error: EngineGaveUp, prepared: Submitted) -> Exception:
+    """Whose fault it is. What a form's parser takes may still be more than its compiler can do."""
+    if prepared.form is None:
+        return error
+    return InvalidField(form_path(prepared.form), "is more than the engine can compile")
 
 
 class _SessionEngine:
