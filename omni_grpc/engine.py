@@ -31,7 +31,7 @@ from omni_grpc.plan import Plan
 from omni_grpc.pool import SlotStatistics, StagePool
 from omni_grpc.run import Run
 from omni_grpc.topology import Pipeline
-from omni_grpc.types import Request, UpdateChunk
+from omni_grpc.types import GoingAway, Request, UpdateChunk
 
 ABORT_TIMEOUT_S = 5.0
 RETRY_S = 1.0
@@ -180,6 +180,7 @@ class Engine:
         """Refuses new requests, lets the running ones finish for `timeout_s`, then ends the
         rest."""
         self.draining = True
+        self.orchestrator.notify(GoingAway(timeout_s))
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.orchestrator.idle()

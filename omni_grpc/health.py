@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio
 from grpc_reflection.v1alpha import reflection_pb2 as messages
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 from grpc_reflection.v1alpha.reflection import aio as reflection_aio
@@ -29,30 +30,54 @@ READINESS = ("", SERVICE, "omni-readiness")
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class HealthServicer(aio.HealthServicer):
+class HealthServicer(health_pb2_grpc.HealthServicer):
     """grpc.health.v1 whose Watch streams end on drain: an open one would use up the whole stop
-    grace."""
+    grace. grpcio's own cannot: to end its Watch is to cancel it, and cancelled in a write it leaves
+    its client hanging."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._ending = asyncio.Event()
+        self._statuses: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._ending = False
+
+    async def set(self, service: str, status: int) -> None:
+        """Gives a name its status; watchers hear of it."""
+        self._statuses[service] = status
+        self._wake()
 
     def end_watches(self) -> None:
-        """Ends every Watch stream, and each new one at its first answer."""
-        self._ending.set()
+        """Ends every Watch stream, and each new one, when it has told the present state."""
+        self._ending = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """The state now; NOT_FOUND for a name that is not served."""
+        if request.service not in self._statuses:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such health name")
+        return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """The state, and every change of it, until the client leaves or the server drains."""
-        watching = asyncio.create_task(super().Watch(request, context))
-        ending = asyncio.create_task(self._ending.wait())
-        try:
-            await asyncio.wait((watching, ending), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watching.cancel()
-            ending.cancel()
-            await asyncio.gather(watching, ending, return_exceptions=True)
+        told = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, SERVICE_UNKNOWN)
+            if status != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+            elif self._ending:
+                return
+            else:
+                await changed.wait()
 
 
 class Health:
@@ -103,12 +128,18 @@ class Health:
                 await self._set(name, serving)
             await self._set("omni-startup", self._warm)
             await self._set("omni-liveness", not any(pool.given_up for pool in self._pools))
-            for pool in self._pools:
-                await self._set(f"stage/{pool.config.name}", bool(pool.ready_replicas))
+            for stage, stage_ready in self._stages().items():
+                await self._set(f"stage/{stage}", stage_ready)
             if self._draining:
-                # One turn for the Watch streams to say it.
-                await asyncio.sleep(0.05)
                 self._servicer.end_watches()
+
+    def _stages(self) -> dict[str, bool]:
+        """Whether each stage serves: where pipelines have stages of one name, whether all do."""
+        stages: dict[str, bool] = {}
+        for pool in self._pools:
+            name = pool.config.name
+            stages[name] = stages.get(name, True) and bool(pool.ready_replicas)
+        return stages
 
     async def _set(self, name: str, serving: bool) -> None:
         await self._servicer.set(name, SERVING if serving else NOT_SERVING)
@@ -124,6 +155,7 @@ def add_health(server: grpc.aio.Server) -> HealthServicer:
 def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
     """Registers reflection as v1 and v1alpha: the messages are equal, and each has clients that
     know no other."""
+    _describe_reflection_v1()
     names = (*services, "grpc.health.v1.Health", REFLECTION_V1, REFLECTION_V1ALPHA)
     servicer = reflection_aio.ReflectionServicer(names)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
@@ -134,3 +166,19 @@ def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
     )
     handler = grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": method})
     server.add_generic_rpc_handlers((handler,))
+
+
+def _describe_reflection_v1() -> None:
+    """Makes v1 describable too: tools that describe everything that is listed fail otherwise."""
+    pool = descriptor_pool.Default()
+    with suppress(KeyError):
+        pool.FindFileContainingSymbol(REFLECTION_V1)
+        return
+    alpha = descriptor_pb2.FileDescriptorProto()
+    messages.DESCRIPTOR.CopyToProto(alpha)
+    text = text_format.MessageToString(alpha).replace(
+        "grpc.reflection.v1alpha", "grpc.reflection.v1"
+    )
+    file = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
+    file.name = "grpc/reflection/v1/reflection.proto"
+    pool.AddSerializedFile(file.SerializeToString())

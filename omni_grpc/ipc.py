@@ -33,6 +33,7 @@ from omni_grpc.types import (
     Audio,
     Image,
     InteractionEvent,
+    Message,
     Params,
     Payload,
     Prompt,
@@ -80,6 +81,7 @@ class Task(msgspec.Struct, frozen=True):
     `id` is unique over the server's life, so late messages about an old task meet nobody. `prompt`
     is what the task begins with, if it begins with one. `streaming`: more input comes by Feed.
     `resumable`: the input comes in segments, all of it by Feed, and each is answered at its end.
+    `first_segment` is the number of the first one; `history` is the conversation before it.
     `timeout_s` is what is left of the request's deadline when the task is sent.
     """
 
@@ -90,6 +92,8 @@ class Task(msgspec.Struct, frozen=True):
     prompt: Prompt | None = None
     streaming: bool = False
     resumable: bool = False
+    first_segment: int = 0
+    history: tuple[Message, ...] = ()
     options: RequestOptions = RequestOptions()
 
 

@@ -75,6 +75,8 @@ class Lane:
         self._feeder: Feeder | None = None
         self._pending: asyncio.Future[None] | None = None
         self._under_way: tuple[Chunk, bool] | None = None
+        self.open_chunks: list[Chunk] = []
+        """The chunks of the segment that is open: what a new stage 0 must be given again."""
 
     @property
     def segments(self) -> int:
@@ -186,6 +188,7 @@ class Lane:
 
     def _count(self, chunk: Chunk, end: bool) -> None:
         self._held = self._held or chunk.holds
+        self.open_chunks = [] if chunk.end_of_segment else [*self.open_chunks, chunk]
         if isinstance(chunk.payload, Audio):
             self.audio_format = chunk.payload.format
         self._open = (self._open or chunk.holds) and not chunk.end_of_segment
@@ -199,6 +202,17 @@ class Lane:
     def waits(self) -> bool:
         """Whether the request waits for a client's input, and not for a stage."""
         return not self.ended and self._under_way is None
+
+    def resend(self) -> None:
+        """Stage 0 has a new task: the chunk that was under way goes to it."""
+        if self._under_way is not None:
+            chunk, end = self._under_way
+            self._sink.send_chunk(self._numbers, chunk, end=end)
+
+    @property
+    def answering_more(self) -> bool:
+        """Whether input waits that is not the present answer's: a chunk, or an open segment."""
+        return self._under_way is not None or self._open
 
     def answering(self, answered: int) -> bool:
         """Whether stage 0 owes an answer, having given `answered`; or its word on a chunk."""

@@ -80,14 +80,14 @@ class Ledger:
             return InvalidField("event", "changes nothing")
         return None
 
-    def changed(self, change: EventChange) -> Any | None:
-        """Notes what became of an event; who shall hear it, or None if it has ended before."""
+    def changed(self, change: EventChange) -> tuple[bool, Any]:
+        """Notes what became of an event: whether that is news, and who shall hear it."""
         record = self._records.get(change.event_id)
         if record is None or record.change.state.terminal:
-            return None
+            return False, None
         record.change = change
         self._pending -= change.state.terminal
-        return record.listener
+        return True, record.listener
 
     def close(self) -> list[tuple[Any, EventChange]]:
         """The request has ended: every event that has no terminal state expires. (listener,

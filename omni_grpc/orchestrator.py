@@ -13,6 +13,7 @@ from omni_grpc.artifacts import Artifacts
 from omni_grpc.errors import AbortedByClient, DuplicateRequest, OmniError, RequestNotFound
 from omni_grpc.plan import Plan
 from omni_grpc.run import Run
+from omni_grpc.types import Notice
 
 REMEMBERED = 10_000
 """Ended requests that `abort` still knows."""
@@ -80,6 +81,11 @@ class Orchestrator:
         """Ends every request with `error`."""
         for run in list(self._runs.values()):
             run.close(error)
+
+    def notify(self, notice: Notice) -> None:
+        """Tells every session."""
+        for run in self._runs.values():
+            run.notify(notice)
 
     async def idle(self) -> None:
         """Returns when no request runs."""

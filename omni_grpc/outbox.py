@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from omni_grpc.types import (
@@ -18,8 +19,10 @@ from omni_grpc.types import (
     Event,
     Image,
     ImageChunk,
+    Notice,
     Output,
     Payload,
+    SegmentEnd,
     StageProgress,
     TensorChunk,
     Tensors,
@@ -50,12 +53,36 @@ EVENT_OVERHEAD = 256
 """What an event counts beside its content, in bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A notice for a session, in its place among the events. `listener` None: for everyone."""
+
+    notice: Notice
+    listener: object | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """An event as it is written: `seq` counts from 0 without a gap."""
+
+    seq: int
+    epoch: int
+    event: Event
+
+
+Queued = Event | Routed | Numbered
+"""What an outbox holds. A reader's holds events and notices, a tap's numbered copies."""
+DISCARDED = (Output, StageProgress, SegmentEnd)
+"""What an interrupt drops."""
+
+
 class Outbox:
     """One request's events on their way to the client. One writer."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._events: deque[tuple[Event, int]] = deque()
+        self._events: deque[tuple[Queued, int]] = deque()
+        self._urgent: deque[Queued] = deque()
         self._bytes = 0
         self._closed = False
         self._waiter: asyncio.Future[None] | None = None
@@ -78,7 +105,20 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._events)
 
-    def put(self, event: Event) -> None:
+    def put_urgent(self, notice: Queued) -> None:
+        """Adds what goes before everything that waits. Also after `close`, until all is read."""
+        self._urgent.append(notice)
+        self._wake()
+
+    def discard_outputs(self) -> list[Output]:
+        """Drops the outputs, progress and segment ends that wait, and gives the outputs back."""
+        dropped = [event for event, _ in self._events if isinstance(event, Output)]
+        kept = [pair for pair in self._events if not isinstance(pair[0], DISCARDED)]
+        self._events = deque(kept)
+        self._bytes = sum(size for _, size in kept)
+        return dropped
+
+    def put(self, event: Queued) -> None:
         """Adds an event; text of one stage, index and segment joins the last event if that still
         waits. A new sign of progress takes the place of an older one."""
         if self._closed:
@@ -101,9 +141,9 @@ class Outbox:
             self._bytes = 0
         self._wake()
 
-    async def get(self) -> Event | None:
+    async def get(self) -> Queued | None:
         """The next event; None after the last. Cancelling loses nothing."""
-        while not self._events:
+        while not self._events and not self._urgent:
             if self._closed:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
@@ -111,6 +151,8 @@ class Outbox:
                 await self._waiter
             finally:
                 self._waiter = None
+        if self._urgent:
+            return self._urgent.popleft()
         event, size = self._events.popleft()
         self._bytes -= size
         return event
@@ -120,7 +162,7 @@ class Outbox:
             self._waiter.set_result(None)
 
 
-def merge(last: Event, new: Event) -> Event | None:
+def merge(last: Queued, new: Queued) -> Event | None:
     """Both events as one, or None where they must stay two."""
     match last, new:
         case Output(content=TextDelta() as a), Output(content=TextDelta() as b):
@@ -149,7 +191,7 @@ def _fits(a: TextDelta, b: TextDelta) -> bool:
     )
 
 
-def event_size(event: Event) -> int:
+def event_size(event: Queued) -> int:
     """Approximate size of an event, in bytes."""
     match event:
         case Output(content=TextDelta() as delta):
@@ -172,6 +214,15 @@ class Cutter:
         self.samples = 0
         self.frames = 0
         self._chunk = 0
+
+    def withdraw(self, content: Content) -> None:
+        """A content that was cut is not delivered after all: it does not count."""
+        match content:
+            case AudioChunk():
+                self.samples -= len(content.data) // content.format.frame_width
+            case VideoChunk():
+                self._chunk -= 1
+                self.frames -= content.frame_count
 
     def cut(self, payload: Payload) -> Iterator[Content]:
         """The payload's contents in order, each within the contract's limits."""

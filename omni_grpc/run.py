@@ -12,25 +12,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from omni_grpc.artifacts import Artifacts
 from omni_grpc.companions import CompanionRun, Group
+from omni_grpc.conversation import Conversation, Timeline
 from omni_grpc.errors import (
     DeadlineExceeded,
     InputTimeout,
     InternalError,
+    NotSupported,
     OmniError,
     ReplicaLost,
     StageTimeout,
     StageUnavailable,
     Violation,
 )
+from omni_grpc.graph import Graph
 from omni_grpc.ipc import Task
 from omni_grpc.lane import Chunk, Lane
-from omni_grpc.outbox import Outbox
-from omni_grpc.pipelines.bridges import BridgeContext
+from omni_grpc.ledger import Ledger
+from omni_grpc.outbox import Numbered, Outbox, Routed
 from omni_grpc.plan import Plan
 from omni_grpc.replica import TaskHandle
 from omni_grpc.report import Report
@@ -38,14 +41,23 @@ from omni_grpc.stage_run import StageRun
 from omni_grpc.submission import DIFFUSION, Submission
 from omni_grpc.types import (
     Accepted,
+    AudioChunk,
+    AudioFormat,
     Event,
+    EventChange,
+    EventNotice,
     FinishReason,
+    InteractionEvent,
+    Interrupted,
+    Notice,
     Output,
     Payload,
     Prompt,
     SegmentEnd,
     StageOutput,
     StageProgress,
+    Tensors,
+    TextDelta,
     Usage,
 )
 
@@ -53,15 +65,6 @@ log = logging.getLogger(__name__)
 
 GROUP_TIMEOUT_S = 120.0
 """Longest wait of a request for its companions, once its own stage 0 has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """An event as it is written: `seq` counts from 0 without a gap."""
-
-    seq: int
-    epoch: int
-    event: Event
 
 
 class Run:
@@ -84,8 +87,16 @@ class Run:
         self.lane = Lane(self, self._touched) if plan.request.resumable else None
         """The input of a resumable request."""
         self._next_seq = 0
-        self._stages = self._build_stages()
-        self._group = Group([])
+        self.epoch = 0
+        self.owned_by_session = False
+        """Whether the reader wants notices among the events."""
+        self.taps: list[Outbox] = []
+        """Copies of everything from now on, for sessions that attached. One that falls behind is
+        closed."""
+        self._graph = Graph(self, plan)
+        self._ledger = Ledger()
+        self._timeline = Timeline()
+        self._delivered_samples = 0
         self._submission = Submission(plan, artifacts, self._deadline_at)
         self._admission: asyncio.Future[None] = self._loop.create_future()
         self._released = asyncio.Event()
@@ -97,20 +108,6 @@ class Run:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._later("deadline", plan.timeout_s, self._expire)
         self._later("silence", self._silence_step(), self._watch_silence)
-
-    def _build_stages(self) -> dict[str, StageRun]:
-        needed = {node.name for node in self.plan.needed}
-        stages = {node.name: StageRun(self, node) for node in self.plan.needed}
-        for stage in stages.values():
-            stage.final = stage.node in self.plan.finals
-            for target in stage.node.consumers:
-                if target in needed:
-                    context = BridgeContext(
-                        self.request_id, self.plan.request.prompt, stage.node.name, target
-                    )
-                    consumer = stages[target]
-                    stage.consumers.append((consumer, consumer.node.bridge(context)))
-        return stages
 
     # ------------------------------------------------------------ admission
 
@@ -136,10 +133,6 @@ class Run:
             self.close(InternalError("internal error"))
             raise
 
-    @property
-    def _entry(self) -> StageRun:
-        return self._stages[self.plan.pipeline.entry.name]
-
     def _accepted(self) -> Accepted:
         plan = self.plan
         return Accepted(
@@ -154,17 +147,18 @@ class Run:
     def _submit_group(self, companions: list[Task]) -> None:
         """Sends the request and its companions, in one turn of the loop and so in one message, to
         one replica of stage 0. All are registered before any is sent."""
-        entry, submission = self._entry, self._submission
-        self._group = Group([CompanionRun(self, task) for task in companions])
+        entry, submission = self._graph.entry, self._submission
+        self._graph.group = Group([CompanionRun(self, task) for task in companions])
         replica = entry.node.pool.acquire()
         self._report.submitted()
-        for member in self._group.members:
+        for member in self._graph.group.members:
             member.began(replica.submit(member.task, member))
         entry.began(replica.submit(submission.task(entry.node, submission.prompt), entry))
 
     def _submit(self, stage: StageRun, prompt: Prompt | None) -> TaskHandle:
-        replica = stage.node.pool.acquire()
-        return stage.began(replica.submit(self._submission.task(stage.node, prompt), stage))
+        history = stage.memory.messages() if stage.memory is not None else ()
+        task = self._submission.task(stage.node, prompt, stage.answered, history)
+        return stage.began(stage.node.pool.acquire().submit(task, stage))
 
     def ensure_started(self, stage: StageRun, prompt: Prompt | None = None) -> TaskHandle:
         """The stage's task, submitted now if it was not."""
@@ -179,6 +173,8 @@ class Run:
         """Gives a stage its next input. Where there are no segments, a prompt is what a task
         begins with."""
         for item in items:
+            if stage.memory is not None and isinstance(item, Prompt):
+                stage.memory.ask(item)
             if not isinstance(item, Prompt):
                 stage.feed(item)
             elif stage.handle is None and not self.plan.request.resumable:
@@ -202,10 +198,10 @@ class Run:
     def send_chunk(self, number: int, chunk: Chunk, *, end: bool) -> None:
         """Sends a client's chunk to stage 0."""
         self._chunk = chunk
-        self._entry.feed(
+        self._graph.entry.feed(
             chunk.payload,
             prompt=chunk.prompt,
-            params=chunk.params.get(self._entry.node.name),
+            params=chunk.params.get(self._graph.entry.node.name),
             end_of_segment=chunk.end_of_segment,
             end=end,
             number=number,
@@ -221,14 +217,17 @@ class Run:
         else:
             self.artifacts.keep_new()
             self._note_params(self._chunk, self.lane.segments)
+            if stage.memory is not None and self._chunk is not None:
+                remember(stage.memory, self._chunk)
         self.lane.answered(number, error)
 
     def _note_params(self, chunk: Chunk | None, segment: int) -> None:
         """Keeps a segment's own parameters for the stages that will come to it later. Only now: a
         chunk that is refused leaves none."""
         for name, params in chunk.params.items() if chunk is not None else ():
-            if name in self._stages and name != self._entry.node.name:
-                self._stages[name].segment_params[segment] = params
+            stage = self._graph.get(name)
+            if stage is not None and stage is not self._graph.entry:
+                stage.segment_params[segment] = params
 
     def _touched(self) -> None:
         self._touched_at = self._loop.time()
@@ -240,7 +239,7 @@ class Run:
             return
         limit = self.plan.pipeline.config.input_timeout
         idle = self._loop.time() - self._touched_at
-        answering = any(s.answered < self.lane.segments for s in self._stages.values())
+        answering = any(s.answered < self.lane.segments for s in self._graph)
         if idle >= limit and self.lane.waits and not answering:
             self.close(InputTimeout(f"no input came for {limit:g} s"))
         else:
@@ -249,6 +248,81 @@ class Run:
     async def ended(self) -> None:
         """Returns when the run takes no more input: it is complete, or closed."""
         await self._ended_event.wait()
+
+    # ------------------------------------------------------------ events and interrupts
+
+    def steer(self, event: InteractionEvent, listener: object | None) -> EventNotice:
+        """An event for the running generation: the answer to it. What becomes of it later is heard
+        by `listener` (a tap; None: the reader), in its place among the outputs."""
+        stage, refusal = self._graph.interactive, None
+        if self._over:
+            refusal = NotSupported("the request has ended")
+        elif stage is None or stage.handle is None or not stage.holds:
+            refusal = NotSupported("no stage of the request takes events")
+        notice, goes_on = self._ledger.submit(event, listener, refusal)
+        if goes_on and stage is not None and stage.handle is not None:
+            stage.handle.steer(event)
+        return notice
+
+    def _event_changed(self, change: EventChange) -> None:
+        known, listener = self._ledger.changed(change)
+        if known:
+            self._outbox.put(Routed(EventNotice(change), listener or self))
+
+    def put_notice(self, notice: Notice) -> None:
+        """Tells the session that owns this request, before everything that waits."""
+        self._outbox.put_urgent(Routed(notice, self))
+
+    def notify(self, notice: Notice) -> None:
+        """Tells every session of this request, at once."""
+        if self.owned_by_session:
+            self.put_notice(notice)
+        for tap in self.taps:
+            tap.put_urgent(Routed(notice, tap))
+
+    def interrupt(self, played_ms: int | None) -> None:
+        """Ends the present answer. Outputs that were not written are dropped, stages that work on
+        it are started anew, and a conversation remembers what was heard: `played_ms` of the
+        answer's sound, None all that was written. A request without further input is complete."""
+        if self._over:
+            return
+        self.epoch += 1
+        for output in self._outbox.discard_outputs():
+            if stage := self._graph.get(output.stage):
+                stage.cutter.withdraw(output.content)
+        self._outbox.put(Routed(Interrupted(self.epoch)))
+        heard = self._heard(played_ms)
+        if self.lane is None or (self.lane.ended and not self.lane.answering_more):
+            self._complete()
+            return
+        self._restart(heard)
+        self._timeline.clear()
+        self._delivered_samples = 0
+
+    def _heard(self, played_ms: int | None) -> str | None:
+        """The words of the present answer that were heard; None: what there is, all of it."""
+        form = next((s.node.pool.facts.output_format for s in self._graph if s.final), None)
+        if played_ms is None:
+            if not isinstance(form, AudioFormat) or not self._timeline.spoken:
+                return None
+            played_ms = int(self._delivered_samples * 1e3 / form.sample_rate_hz)
+        return self._timeline.heard(played_ms)
+
+    def _restart(self, heard: str | None) -> None:
+        assert self.lane is not None
+        entry, segments = self._graph.entry, self.lane.segments
+        remembers = entry.memory is not None
+        keep = entry if entry.answered >= segments and not remembers else None
+        for stage in self._graph:
+            if stage.memory is not None:
+                stage.memory.cut(heard)
+        self._graph.restart(keep, segments)
+        if keep is None:
+            for chunk in self.lane.open_chunks:
+                self._graph.entry.feed(chunk.payload, prompt=chunk.prompt)
+            if self.lane.ended:
+                self._graph.entry.feed(end=True)
+            self.lane.resend()
 
     # ------------------------------------------------------------ clocks
 
@@ -268,7 +342,7 @@ class Run:
         if self.closed or self.completed:
             return
         now = self._loop.time()
-        for stage in self._stages.values():
+        for stage in self._graph:
             limit = stage.node.config.stage_timeout
             if self._works(stage) and now - stage.heard_at > limit:
                 name = stage.node.name
@@ -281,7 +355,7 @@ class Run:
         another stage nor for the client."""
         if not stage.holds or stage.handle is None or stage.handle.held:
             return False
-        if stage is self._entry:
+        if stage is self._graph.entry:
             return self.lane is None or self.lane.answering(stage.answered)
         return stage.input_complete or stage.congested
 
@@ -289,7 +363,7 @@ class Run:
 
     def stage_admitted(self, stage: StageRun, prepare_ms: float) -> None:
         """A stage has taken its task; at stage 0 this is the request's admission."""
-        if self._over or stage is not self._entry:
+        if self._over or stage is not self._graph.entry:
             return
         self._report.admitted(0.0 if stage.node.config.engine in DIFFUSION else prepare_ms)
         stage.admitted = True
@@ -300,7 +374,7 @@ class Run:
         complete?"""
         if self._over:
             return
-        entry, group = self._entry, self._group
+        entry, group = self._graph.entry, self._graph.group
         if not self._admission.done() and entry.admitted and group.admitted:
             # Here and not in `admit`: outputs may come in this same turn of the loop, and
             # `accepted` is first.
@@ -316,7 +390,7 @@ class Run:
 
     def companion_lost(self) -> None:
         """The replica of a companion is gone: so is its parent's."""
-        self.stage_lost(self._entry)
+        self.stage_lost(self._graph.entry)
 
     def add_usage(self, usage: Usage) -> None:
         """Counts what a stage or a companion used."""
@@ -350,9 +424,12 @@ class Run:
         if self._over:
             return
         stage.heard_at = self._loop.time()
+        if output.event is not None:
+            self._event_changed(output.event)
         if output.usage is not None:
             self.add_usage(output.usage)
         if output.payload is not None:
+            self._remember(stage, output.payload)
             if stage.final:
                 self._emit(stage, output)
             if output.index == 0:
@@ -365,9 +442,17 @@ class Run:
             if output.segment_end:
                 self._segment_ended(stage, output.segment, output.finish.reason)
 
+    def _remember(self, stage: StageRun, payload: Payload) -> None:
+        if stage.memory is not None and isinstance(payload, TextDelta):
+            stage.memory.answer(payload.text)
+        if isinstance(payload, Tensors):
+            self._timeline.speak(payload)
+
     def _segment_ended(self, stage: StageRun, segment: int, reason: FinishReason) -> None:
         self._touched()
         stage.answered += 1
+        if stage.memory is not None:
+            stage.memory.close()
         self._put(SegmentEnd(segment, stage.node.name, reason))
         for consumer, bridge in stage.consumers:
             self._hand_on(consumer, bridge.finish())
@@ -389,7 +474,7 @@ class Run:
         """Holds back the credit of stages that run ahead of the client or of a stage behind them,
         and gives it where nothing is in the way any more."""
         slow_client = not self._outbox.drained
-        for stage in self._stages.values():
+        for stage in self._graph:
             if stage.handle is None or not stage.holds:
                 continue
             ahead = any(consumer.congested for consumer, _ in stage.consumers)
@@ -407,7 +492,7 @@ class Run:
             self.close(self._placed(stage, error))
             return
         stage.ended, stage.ended_at = True, time.perf_counter()
-        if stage is self._entry and self._group.members:
+        if stage is self._graph.entry and self._graph.group.members:
             # Deferred until the companions are done too, but not for ever.
             self._later("group", GROUP_TIMEOUT_S, self._group_late)
             self.group_changed()
@@ -415,18 +500,19 @@ class Run:
             for consumer, bridge in stage.consumers:
                 self._hand_on(consumer, bridge.finish())
                 consumer.source_ended(stage.node.name)
-        if all(s.ended for s in self._stages.values() if s.final):
+        if self._graph.done:
             self._complete()
 
     def _complete(self) -> None:
         """All wanted outputs are there: what else runs for them stops. The request stays in flight
         until its reader has taken everything."""
-        self._put(self._report.finished(self._stages.values()))
+        self._put(self._report.finished(self._graph))
         self.completed = True
         if self.lane is not None:
             self.lane.close(None)
+        self._expire_events()
         self._outbox.close(discard=False)
-        self._abort_holders()
+        self._graph.abort()
         self._ended_event.set()
 
     def stage_lost(self, stage: StageRun) -> None:
@@ -440,26 +526,47 @@ class Run:
             self.close(StageUnavailable(where, retry_after_s=stage.node.config.restart.backoff))
 
     def _group_late(self) -> None:
-        if not self._group.handed_on:
+        if not self._graph.group.handed_on:
             self.close(StageTimeout("guidance companions did not finish in time"))
 
     # ------------------------------------------------------------ the reader
 
-    async def next(self) -> Numbered | None:
-        """The next event; None after `finished`. Raises the request's error. Cancelling loses
-        nothing."""
-        held_back = not self._outbox.drained
-        event = await self._outbox.get()
-        if event is None:
-            if self.error is not None:
-                raise self.error
-            self.close(None)
-            return None
-        if held_back and self._outbox.drained:
-            self.regulate()
+    async def next(self) -> Numbered | Notice | None:
+        """The next event, or notice where a session reads; None after `finished`. Raises the
+        request's error. Cancelling loses nothing."""
+        while True:
+            held_back = not self._outbox.drained
+            item = await self._outbox.get()
+            if held_back and self._outbox.drained:
+                self.regulate()
+            if isinstance(item, Routed):
+                if self._route(item) and self.owned_by_session:
+                    return item.notice
+            elif item is None:
+                if self.error is not None:
+                    raise self.error
+                self.close(None)
+                return None
+            elif not isinstance(item, Numbered):
+                return self._number(item)
+
+    def _route(self, routed: Routed) -> bool:
+        """Hands a notice to the sessions that it is for; whether the reader is among them."""
+        for tap in self.taps:
+            if routed.listener in (None, tap):
+                tap.put(Routed(routed.notice, tap))
+        return routed.listener in (None, self)
+
+    def _number(self, event: Event) -> Numbered:
         self._emitted = self._emitted or isinstance(event, Output)
-        seq, self._next_seq = self._next_seq, self._next_seq + 1
-        return Numbered(seq, 0, event)
+        if isinstance(event, Output) and isinstance(event.content, AudioChunk):
+            chunk = event.content
+            self._delivered_samples += len(chunk.data) // chunk.format.frame_width
+        numbered = Numbered(self._next_seq, self.epoch, event)
+        self._next_seq += 1
+        for tap in self.taps:
+            tap.put(numbered)
+        return numbered
 
     # ------------------------------------------------------------ the end
 
@@ -482,27 +589,24 @@ class Run:
             self._admission.exception()
         if self.lane is not None:
             self.lane.close(error)
+        self._expire_events()
         self._outbox.close(discard=error is not None)
-        self._abort_holders()
+        for tap in self.taps:
+            tap.close(discard=False)
+        self._graph.abort()
         self.artifacts.delete()
         self._on_close(self)
         self._ended_event.set()
         self.stage_released()
 
-    def _abort_holders(self) -> None:
-        for holder in self._holders():
-            if holder.handle is not None:
-                holder.handle.abort()
+    def _expire_events(self) -> None:
+        for listener, change in self._ledger.close():
+            self._outbox.put(Routed(EventNotice(change), listener or self))
 
     def stage_released(self) -> None:
         """Notes that a replica let go; with the last one the run is released."""
-        if self.closed and not self._holders():
+        if self.closed and not self._graph.holders():
             self._released.set()
-
-    def _holders(self) -> list[StageRun | CompanionRun]:
-        """Whose tasks replicas still hold."""
-        stages = [stage for stage in self._stages.values() if stage.holds]
-        return [*stages, *(member for member in self._group.members if member.holds)]
 
     async def released(self) -> None:
         """Returns when the run is closed and no replica holds anything of it."""
@@ -515,9 +619,17 @@ class Run:
             "closed": self.closed,
             "queued_events": len(self._outbox),
             "queued_bytes": self._outbox.bytes,
-            "held_by": [type(one).__name__ for one in self._holders()],
+            "held_by": [type(one).__name__ for one in self._graph.holders()],
             "artifacts": [str(directory) for directory in self.artifacts.directories],
         }
+
+
+def remember(memory: Conversation, chunk: Chunk) -> None:
+    """Adds a client's chunk to what a conversation was asked."""
+    if chunk.prompt is not None:
+        memory.ask(chunk.prompt)
+    if isinstance(chunk.payload, TextDelta):
+        memory.ask_text(chunk.payload.text)
 
 
 def _place(field: str, params: str, root: str) -> str:

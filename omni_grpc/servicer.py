@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 from omni_grpc.engine import Engine
 from omni_grpc.errors import AbortedByClient, NotImplementedYet, SlowConsumer
+from omni_grpc.interaction import Session
 from omni_grpc.interceptors import Context, mirrored, set_request_id
+from omni_grpc.outbox import Numbered
 from omni_grpc.run import Run
 from omni_grpc.types import UpdateChunk
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.wire.events import encode_event
 from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
+from omni_grpc.wire.interactions import Attach, decode_messages, decode_setup, encode_notice
 from omni_grpc.wire.requests import MAX_ID, decode_abort, decode_request
 from omni_grpc.wire.updates import decode_chunks, decode_header
 
@@ -43,12 +47,15 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     async def _stream(self, run: Run, context: Context) -> None:
         limit = self._engine.settings.write_timeout
         while (numbered := await run.next()) is not None:
-            message = encode_event(numbered.seq, numbered.epoch, numbered.event)
-            try:
-                async with asyncio.timeout(limit):
-                    await context.write(message)
-            except TimeoutError:
-                raise SlowConsumer(f"an output waited {limit:g} s to be read") from None
+            if isinstance(numbered, Numbered):
+                await self._write(context, encode_event(numbered), limit)
+
+    async def _write(self, context: Context, message: Any, limit: float) -> None:
+        try:
+            async with asyncio.timeout(limit):
+                await context.write(message)
+        except TimeoutError:
+            raise SlowConsumer(f"an output waited {limit:g} s to be read") from None
 
     async def StreamingUpdate(
         self, request: AsyncIterator[service_pb2.StreamingUpdateRequest], context: Context
@@ -86,8 +93,45 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     async def SubmitInteraction(
         self, request: AsyncIterator[service_pb2.SubmitInteractionRequest], context: Context
     ) -> None:
-        """Not served yet."""
-        raise NotImplementedYet("SubmitInteraction is not served yet")
+        """One session. What it opened ends with it; what it attached to goes on."""
+        setup = await decode_setup(request)
+        with await self._session(setup, context) as session:
+            set_request_id(session.run.request_id)
+            await self._greet(session.run, context)
+            listening = asyncio.create_task(session.listen(decode_messages(request)))
+            speaking = asyncio.create_task(self._speak(session, context))
+            try:
+                await asyncio.wait((listening, speaking), return_when=asyncio.FIRST_COMPLETED)
+                if not speaking.done():
+                    # Half-closed: outputs go on. Or out of order: that ends the session.
+                    listening.result()
+                await speaking
+            finally:
+                listening.cancel()
+                speaking.cancel()
+                await asyncio.gather(listening, speaking, return_exceptions=True)
+
+    async def _session(
+        self, setup: service_pb2.AddRequestRequest | Attach, context: Context
+    ) -> Session:
+        limit = self._engine.settings.queue_bytes
+        if isinstance(setup, Attach):
+            run = self._engine.orchestrator.find(setup.request_id)
+            return Session(
+                run, owner=False, receive_outputs=setup.receive_outputs, limit_bytes=limit
+            )
+        decoded = decode_request(setup, _trace(context), context.time_remaining())
+        run = await self._engine.submit(decoded)
+        return Session(run, owner=True, receive_outputs=True, limit_bytes=limit)
+
+    async def _speak(self, session: Session, context: Context) -> None:
+        limit = self._engine.settings.write_timeout
+        while (item := await session.next()) is not None:
+            if isinstance(item, Numbered):
+                message = service_pb2.SubmitInteractionResponse(response=encode_event(item))
+            else:
+                message = encode_notice(item)
+            await self._write(context, message, limit)
 
     async def Abort(
         self, request: service_pb2.AbortRequest, context: Context

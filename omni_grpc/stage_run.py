@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from omni_grpc.conversation import Conversation
 from omni_grpc.errors import InternalError, OmniError
 from omni_grpc.ipc import WINDOW_BYTES, payload_size
 from omni_grpc.outbox import Cutter
@@ -52,6 +53,8 @@ class StageRun:
         """Bytes that were fed and not yet taken, but for the last CREDIT_STEP or so."""
         self.heard_at = 0.0
         """When this stage was last given or gave something, by the loop's clock."""
+        self.retired = False
+        self.memory = Conversation() if node.config.engine == "vllm" else None
         self.answered = 0
         """Segments that it has answered."""
 
@@ -64,6 +67,22 @@ class StageRun:
     def input_complete(self) -> bool:
         """Whether all of its sources have ended."""
         return not self._open_sources
+
+    def retire(self) -> None:
+        """A new epoch begins without it: what its task still says is not heard."""
+        self.retired = True
+        if self.holds and self.handle is not None:
+            self.handle.abort()
+
+    def successor(self, segments: int) -> StageRun:
+        """This stage in a new epoch: same counts of what was delivered, same memory, no task.
+        `segments` segments are over."""
+        new = StageRun(self._run, self.node)
+        new.cutter, new.memory, new.started_at = self.cutter, self.memory, self.started_at
+        new.segment_params = self.segment_params
+        new.answered = new._segment = segments
+        new._sources = dict.fromkeys(self._sources, segments)
+        return new
 
     def began(self, handle: TaskHandle) -> TaskHandle:
         """The task was sent to a replica."""
@@ -146,6 +165,8 @@ class StageRun:
         self._run.stage_released()
 
     def _contained(self, handler: Callable[..., None], *arguments: Any) -> None:
+        if self.retired:
+            return
         try:
             handler(*arguments)
         except OmniError as error:

@@ -21,7 +21,7 @@ from omni_grpc.pipelines.transforms import OWNED_KEYS, TransformContext
 from omni_grpc.plan import Plan
 from omni_grpc.replica import new_task_id
 from omni_grpc.topology import StageNode
-from omni_grpc.types import Prompt, RequestOptions
+from omni_grpc.types import Message, Prompt, RequestOptions
 
 DIFFUSION = ("diffusion", "live", "diffusers")
 """Engines whose prompt is taken as it is, and that have no preprocessing to tell of."""
@@ -89,7 +89,13 @@ class Submission:
             options=msgspec.structs.replace(self._options, additional_information=information),
         )
 
-    def task(self, node: StageNode, prompt: Prompt | None) -> Task:
+    def task(
+        self,
+        node: StageNode,
+        prompt: Prompt | None,
+        first_segment: int = 0,
+        history: tuple[Message, ...] = (),
+    ) -> Task:
         """A stage's task. What is left of the deadline is counted from now."""
         request, entry = self._plan.request, node is self._plan.pipeline.entry
         left = self._deadline_at - asyncio.get_running_loop().time()
@@ -101,5 +107,7 @@ class Submission:
             prompt=None if request.resumable else prompt,
             streaming=request.resumable or not entry,
             resumable=request.resumable,
+            first_segment=first_segment,
+            history=history,
             options=self._options if entry else RequestOptions(),
         )

@@ -396,10 +396,13 @@ class Video(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tensors(msgspec.Struct, frozen=True, tag=True):
-    """Named arrays. `boundary`: a unit (an utterance, say) ends with them."""
+    """Named arrays. `boundary`: a unit (an utterance, say) ends with them. `spoken`: the words that
+    they stand for, if they are speech, and how long those take."""
 
     arrays: dict[str, Tensor]
     boundary: bool = False
+    spoken: str = ""
+    duration_ms: float = 0.0
 
 
 Payload = TextDelta | Audio | Image | Video | Tensors

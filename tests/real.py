@@ -1,7 +1,8 @@
 """Servers of real models, one of each for all tests that need it: a start takes half a minute.
 
-`voice` is the product's pipeline as it is; `options` is the same language model with what a
-pipeline must ask its engine for (LoRA, embeddings, priorities) and without a chat template."""
+`voice` is the product's pipelines as they are, on one thinker; `options` is the same language model
+with what a pipeline must ask its engine for (LoRA, embeddings, priorities) and without a chat
+template."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ SMALL_ENVIRONMENT = {
 
 
 @asynccontextmanager
-async def real_server(config: PipelineConfig) -> AsyncIterator[Server]:
-    """A server of one pipeline, warm, its embedded models built."""
-    models = {stage.model for stage in config.stages}
+async def real_server(*configs: PipelineConfig) -> AsyncIterator[Server]:
+    """A server of these pipelines, warm, their embedded models built."""
+    models = {stage.model for config in configs for stage in config.stages}
     await asyncio.to_thread(prepare, models, print)
-    server = Server(ServerConfig(port=0), [config])
+    server = Server(ServerConfig(port=0), configs)
     try:
         await server.start()
         await server.warm()
@@ -51,8 +52,9 @@ async def real_server(config: PipelineConfig) -> AsyncIterator[Server]:
 
 @pytest.fixture(scope="session")
 async def voice_server() -> AsyncIterator[Server]:
-    """smol-voice, warm."""
-    async with real_server(load_pipeline("smol-voice")) as server:
+    """smol-voice, and what shares its thinker and its voice: smol-converse and smol-read."""
+    names = ("smol-voice", "smol-converse", "smol-read")
+    async with real_server(*map(load_pipeline, names), say_pipeline(), hear_pipeline()) as server:
         yield server
 
 
@@ -78,6 +80,20 @@ async def options(options_server: Server) -> AsyncIterator[Any]:
     """A stub of it."""
     async with client(options_server) as channel:
         yield stub_of(channel)
+
+
+def say_pipeline() -> PipelineConfig:
+    """The voice alone, on smol-voice's replicas: says what it is given."""
+    _, talker, code2wav = load_pipeline("smol-voice").model_dump()["stages"]
+    talker |= {"inputs": (), "bridge": "forward"}
+    return PipelineConfig.model_validate({"name": "say", "stages": [talker, code2wav]})
+
+
+def hear_pipeline() -> PipelineConfig:
+    """The ear alone, on smol-converse's replica: writes what it hears."""
+    stage = load_pipeline("smol-converse").model_dump()["stages"][0] | {"output": "text"}
+    content = {"name": "hear", "inputs": ["audio"], "prompts": ["media"], "stages": [stage]}
+    return PipelineConfig.model_validate(content)
 
 
 def options_pipeline(adapter: Path) -> PipelineConfig:

@@ -15,8 +15,11 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from omni_grpc.config import PipelineConfig
+from omni_grpc.outbox import Numbered
 from omni_grpc.server import Server
+from omni_grpc.types import Event
 from omni_grpc.v1 import common_pb2, params_pb2, service_pb2, service_pb2_grpc
+from omni_grpc.wire.events import encode_event
 
 ROOT = Path(__file__).parents[1]
 # A replica process imports the stages that tests bring from here, wherever pytest was started.
@@ -169,6 +172,11 @@ def picture(responses: Sequence[Response]) -> bytes:
 def events(responses: Sequence[Response]) -> list[str | None]:
     """What each response is."""
     return [response.WhichOneof("event") for response in responses]
+
+
+def encoded(seq: int, epoch: int, event: Event) -> Response:
+    """An event as it is written."""
+    return encode_event(Numbered(seq, epoch, event))
 
 
 def in_flight(server: Server) -> int:

@@ -1,4 +1,4 @@
-"""The lane alone: order, one feeder, and chunks that are under way, with a stage that is scripted."""
+"""The lane alone: order, one feeder, chunks that are under way; the stage is scripted."""
 
 from __future__ import annotations
 

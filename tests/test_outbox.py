@@ -40,7 +40,7 @@ from omni_grpc.types import (
     Video,
     VideoChunk,
 )
-from omni_grpc.wire.events import encode_event
+from tests.support import encoded
 
 MIB = 1 << 20
 PCM = AudioFormat(24000)
@@ -399,7 +399,7 @@ class TestCutting:
 def message_sizes(payload: Payload) -> list[int]:
     """Bytes of the messages that a payload becomes."""
     return [
-        encode_event(1 << 40, 0, Output("s" * 63, 7, 7, part)).ByteSize()
+        encoded(1 << 40, 0, Output("s" * 63, 7, 7, part)).ByteSize()
         for part in Cutter().cut(payload)
     ]
 
@@ -437,14 +437,14 @@ def test_no_sound_is_over_64_kib() -> None:
 
 def test_no_preview_makes_a_message_over_1_mib() -> None:
     event = StageProgress("a", Progress(1, 2, Image(bytes(3 * MIB), "image/png", 1, 1)))
-    assert encode_event(0, 0, event).ByteSize() <= MIB
+    assert encoded(0, 0, event).ByteSize() <= MIB
 
 
 def test_merged_text_stays_within_1_mib() -> None:
     box = Outbox(1 << 30)
     for entries in logprobs_of(2000, 20):
         box.put(Output("a", 0, 0, TextDelta("🦜" * 20, [1], [entries])))
-    sizes = [encode_event(0, 0, event).ByteSize() for event, _ in box._events]
+    sizes = [encoded(0, 0, event).ByteSize() for event, _ in box._events]
     assert max(sizes) <= MIB
 
 

@@ -70,7 +70,8 @@ async def test_a_slow_reader_holds_back_a_fast_feeder(serve: Serve) -> None:
         taken = await stalled(lane_of(served.server, request.id))
         [run] = served.server.engine.orchestrator.statistics()
         assert 0 < taken < MANY * 2 // 3 and not feeding.done()
-        assert int(str(run["queued_bytes"])) < (1 << 16) + (1 << 20) + 2 * SIZE
+        # Text counts as if every character took four bytes.
+        assert int(str(run["queued_bytes"])) < 4 * ((1 << 16) + (1 << 20) + 2 * SIZE)
         assert replica.memory_info().rss - before < 20 << 20
         request.resume()
         assert (await feeding).accepted_chunks == MANY
@@ -110,8 +111,9 @@ async def test_a_slow_feeder_sees_every_answer_before_it_goes_on(stub: Any) -> N
 class Session:
     """One request with a feeder that does what its seed says."""
 
-    def __init__(self, server: Server, seed: int) -> None:
+    def __init__(self, server: Server, stub: Any, seed: int) -> None:
         self.server = server
+        self.stub = stub
         self.chance = random.Random(seed)
         self.id = new_id(f"session-{seed}-")
         count = self.chance.randint(1, 12)
@@ -121,66 +123,62 @@ class Session:
 
     async def run(self) -> str:
         """Runs it: how it ended."""
-        async with AsyncExitStack() as stack:
-            stub = stub_of(await stack.enter_async_context(client(self.server)))
-            request = await stack.enter_async_context(
-                opened(stub, self.id, pipeline=self.pipeline, prompt={"text": "begin "})
-            )
+        fields = {"pipeline": self.pipeline, "prompt": {"text": "begin "}}
+        async with opened(self.stub, self.id, **fields) as request:
             sure = 0
             while sure < len(self.chunks):
                 sure = await self.feed_some(sure)
-            return await self.end(stub, request)
+            return await self.end(request)
 
     async def feed_some(self, sure: int) -> int:
-        """One feeder, from where the last one was sure. It breaks off in some way."""
+        """One feeder, from the chunk that is due; it breaks off in some way. The chunk that is due
+        then, or one before: what had arrived is not known to who was cut off."""
         upto = min(len(self.chunks), sure + self.chance.randint(1, 5))
         way = self.chance.choice(["cancel", "connection", "gap", "wait"])
-        async with client(self.server) as channel:
-            feeding = await self.attached(stub_of(channel))
+        async with AsyncExitStack() as stack:
+            stub = self.stub
+            if way == "connection":
+                stub = stub_of(await stack.enter_async_context(client(self.server)))
+            feeding = await self.attached(stub)
             await feeding.send(*self.chunks[sure:upto])
             await asyncio.sleep(self.chance.choice([0, 0.002, 0.02]))
             if way == "gap":
                 await feeding.send(chunk(len(self.chunks) + 7, "lost"))
                 assert (await feeding.refused()).violations.keys() == {"chunk.seq"}
             elif way == "wait":
-                await eventually(lambda: lane_of(self.server, self.id).next_seq >= upto, 10)
+                await eventually(lambda: self.lane.next_seq >= upto, within=10)
             if way != "connection":
                 feeding.cancel()
-        known = upto if way in ("gap", "wait") else sure
-        # Broken off at once: what had arrived is not known, so all of it comes again.
-        return known if way in ("gap", "wait") else await self.repeated(sure, upto)
+        await eventually(lambda: not self.lane.fed, within=10)
+        return max(sure, self.lane.next_seq - self.chance.randint(0, 2))
 
-    async def repeated(self, sure: int, upto: int) -> int:
-        """Makes sure of these chunks."""
-        async with client(self.server) as channel:
-            feeding = await self.attached(stub_of(channel))
-            await feeding.send(*self.chunks[sure:upto])
-            await eventually(lambda: lane_of(self.server, self.id).next_seq >= upto, 10)
-            feeding.cancel()
-        return upto
+    @property
+    def lane(self) -> Lane:
+        """Its input, in the server."""
+        return lane_of(self.server, self.id)
 
     async def attached(self, stub: Any) -> Feeding:
         """A feeder; waits for the last one to be gone."""
-        lane = lane_of(self.server, self.id)
-        await eventually(lambda: not lane.fed, within=10)
+        await eventually(lambda: not self.lane.fed, within=10)
         return await Feeding(stub, self.id).attach()
 
-    async def end(self, stub: Any, request: Opened) -> str:
+    async def end(self, request: Opened) -> str:
         """Ends it as the seed says."""
         if self.ending == "leave":
             await request.leave()
             return "left"
         if self.ending == "abort":
-            await stub.Abort(service_pb2.AbortRequest(request_ids=[self.id]))
+            await self.stub.Abort(service_pb2.AbortRequest(request_ids=[self.id]))
             return (await request.failed()).reason
-        feeding = await self.attached(stub)
+        feeding = await self.attached(self.stub)
+        rest = self.chunks[self.lane.next_seq :]
         if self.ending == "fail":
-            text = "broken" if self.pipeline == "careful" else "x"
+            # In a segment of its own: parameters come with a segment's first chunk.
+            rest.append(chunk(len(self.chunks), "x", end=True))
             own = [script(fail_at=0)] if self.pipeline == "echo" else []
-            if own and not self.chunks[-1].end_of_segment:
-                await feeding.send(chunk(len(self.chunks), "y", end=True))
-                self.chunks.append(chunk(len(self.chunks), "y", end=True))
-            await feeding.send(chunk(len(self.chunks), text, stage_params=own, end=True))
+            rest.append(chunk(len(self.chunks) + 1, "broken", end=True, stage_params=own))
+        await feeding.send(*rest)
+        if self.ending == "fail":
             return (await request.failed()).reason
         await feeding.close()
         self.check(await request.finished())
@@ -202,15 +200,19 @@ def descriptors() -> int:
 
 
 async def test_a_hundred_sessions_leave_nothing(streams: Any, streams_server: Server) -> None:
-    await Session(streams_server, seed=1000).run()
+    async def run(seeds: range) -> Counter[str]:
+        sessions = [Session(streams_server, streams, seed) for seed in seeds]
+        return Counter(await asyncio.gather(*(session.run() for session in sessions)))
+
+    await run(range(1000, 1010))
     await freed(streams_server)
     gc.collect()
     files, tasks = descriptors(), len(asyncio.all_tasks())
-    sessions = [Session(streams_server, seed) for seed in range(100)]
-    endings = Counter(await asyncio.gather(*(session.run() for session in sessions)))
+    endings = await run(range(100))
     assert sum(endings.values()) == 100
     assert set(endings) == {"finished", "left", "ABORTED_BY_CLIENT", "STAGE_ERROR"}, endings
     await freed(streams_server, within=5)
-    gc.collect()
-    await eventually(lambda: len(asyncio.all_tasks()) <= tasks, within=5)
-    await eventually(lambda: descriptors() <= files, within=5)
+    await eventually(lambda: gc.collect() >= 0 and len(asyncio.all_tasks()) <= tasks, within=5)
+    # gRPC takes its time with sockets of lost connections, ZeroMQ makes a few descriptors of its
+    # own once; something left by each of a hundred sessions would be many more.
+    await eventually(lambda: descriptors() <= files + 20, within=10)

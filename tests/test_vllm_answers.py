@@ -373,4 +373,4 @@ async def test_what_it_would_ignore_is_refused(voice: Any) -> None:
     assert list(error.violations) == ["stage_params[0].sampling.extra_args"]
     picture = {"modality": "MODALITY_IMAGE", "uri": "data:image/png;base64,AAAA"}
     error = await refusal(voice, **fields({"text": "What is this?", "media": [picture]}))
-    assert (error.reason, list(error.violations)) == ("NOT_SUPPORTED", ["prompt.media"])
+    assert (error.reason, list(error.violations)) == ("NOT_SUPPORTED", ["prompt.media[0]"])

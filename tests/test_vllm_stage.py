@@ -258,7 +258,7 @@ def task(options: t.RequestOptions, **sampling: Any) -> Task:
 
 
 async def test_every_option_reaches_the_engine() -> None:
-    from omni_grpc.stages.vllm.stage import Submitted
+    from omni_grpc.stages.vllm.answer import Submitted
 
     engine = Recorder(policy="priority")
     options = t.RequestOptions(
@@ -369,8 +369,8 @@ async def test_media_that_the_engine_forgot_are_sent_again(
     monkeypatch: pytest.MonkeyPatch, media: bool, first: list[Any], expected: Any
 ) -> None:
     from omni_grpc.stages.base import Inputs
+    from omni_grpc.stages.vllm.answer import Submitted
     from omni_grpc.stages.vllm.outputs import EngineGaveUp
-    from omni_grpc.stages.vllm.stage import Submitted
 
     stage, wanted = stage_over(Recorder()), task(t.RequestOptions())
 
@@ -391,7 +391,7 @@ async def test_media_that_the_engine_forgot_are_sent_again(
 async def test_a_form_that_cannot_be_compiled_is_the_callers_fault() -> None:
     """The engine says no more than that it gave up, and only after the request was taken."""
     from omni_grpc.stages.base import Inputs
-    from omni_grpc.stages.vllm.stage import Submitted
+    from omni_grpc.stages.vllm.answer import Submitted
 
     form = t.StructuredOutputs(regex="(a|b)" * 10000)
     wanted = task(t.RequestOptions(), structured_outputs=form)

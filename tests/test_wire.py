@@ -15,16 +15,16 @@ from omni_grpc import types as t
 from omni_grpc.errors import InvalidField
 from omni_grpc.outbox import Cutter
 from omni_grpc.v1 import common_pb2, output_pb2, service_pb2
-from omni_grpc.wire.events import encode_event
 from omni_grpc.wire.requests import decode_request, decode_tensor
 from omni_grpc.wire.values import DATA_TYPE, MODALITY, decode_struct
+from tests.support import encoded
 
 DTYPES = {number: kind for number, kind in DATA_TYPE.items() if kind is not t.DataType.BFLOAT16}
 
 
 def output_of(content: t.Content, stage: str = "s") -> output_pb2.Output:
     """The content as it is on the wire, parsed again."""
-    data = encode_event(3, 1, t.Output(stage, 2, 4, content)).SerializeToString()
+    data = encoded(3, 1, t.Output(stage, 2, 4, content)).SerializeToString()
     message = service_pb2.AddRequestResponse.FromString(data)
     assert (message.seq, message.epoch) == (3, 1)
     output = message.output
@@ -121,7 +121,7 @@ def test_finished_keeps_every_field(reason: t.FinishReason, stopped_by: Any) -> 
     usage = t.Usage(1, 2, 3, 4, 5, 6)
     timings = t.Timings(1.5, 2.5, 3.5, {"a": 4.5}, {"text": 5.5}, 6.5)
     finish = t.StageFinish("a", 1, t.Finish(reason, stopped_by))
-    message = encode_event(0, 0, t.Finished((finish,), usage, timings)).finished
+    message = encoded(0, 0, t.Finished((finish,), usage, timings)).finished
     coded = message.finish_reasons[0]
     assert (coded.stage, coded.index) == ("a", 1)
     assert output_pb2.FinishReason.Name(coded.reason) == f"FINISH_REASON_{reason.name}"
@@ -135,15 +135,15 @@ def test_finished_keeps_every_field(reason: t.FinishReason, stopped_by: Any) -> 
 
 def test_progress_keeps_every_field() -> None:
     preview = t.Image(b"p", "image/png", 3, 4)
-    progress = encode_event(0, 0, t.StageProgress("s", t.Progress(2, 9, preview))).progress
+    progress = encoded(0, 0, t.StageProgress("s", t.Progress(2, 9, preview))).progress
     assert (progress.stage, progress.step, progress.total_steps) == ("s", 2, 9)
     assert (progress.preview.data, progress.preview.last) == (b"p", True)
-    bare = encode_event(0, 0, t.StageProgress("s", t.Progress(1))).progress
+    bare = encoded(0, 0, t.StageProgress("s", t.Progress(1))).progress
     assert not bare.HasField("preview")
 
 
 def test_segment_end_keeps_every_field() -> None:
-    end = encode_event(0, 0, t.SegmentEnd(3, "s", t.FinishReason.LENGTH)).segment_end
+    end = encoded(0, 0, t.SegmentEnd(3, "s", t.FinishReason.LENGTH)).segment_end
     assert (end.segment, end.stage, end.reason) == (3, "s", output_pb2.FINISH_REASON_LENGTH)
 
 
@@ -158,7 +158,7 @@ def test_segment_end_keeps_every_field() -> None:
 )
 def test_accepted_keeps_every_field(form: Any, field: str | None) -> None:
     formats = tuple(t.OutputFormat("s", kind, form) for kind in t.Modality)
-    accepted = encode_event(0, 0, t.Accepted("id", "p", ("a", "s"), formats)).accepted
+    accepted = encoded(0, 0, t.Accepted("id", "p", ("a", "s"), formats)).accepted
     assert (accepted.request_id, accepted.pipeline) == ("id", "p")
     assert list(accepted.stages) == ["a", "s"]
     assert [MODALITY[o.modality] for o in accepted.outputs] == list(t.Modality)

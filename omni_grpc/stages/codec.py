@@ -20,7 +20,7 @@ from omni_grpc.errors import NotSupported
 from omni_grpc.ipc import Feed, StageSpec, Task
 from omni_grpc.params import check_honoured
 from omni_grpc.stages.base import Inputs, Stage, segments
-from omni_grpc.stages.voice.acoustic import SAMPLE_RATE, Acoustic, Frames
+from omni_grpc.stages.voice.acoustic import FRAME_RATE, SAMPLE_RATE, Acoustic, Frames
 from omni_grpc.stages.voice.clauses import ClauseSplitter
 from omni_grpc.stages.voice.vocoder import Samples, Vocoder, VocoderStream, to_pcm16
 from omni_grpc.types import (
@@ -115,7 +115,7 @@ class TalkerStage(_Codec):
                 self._executor, partial(self._acoustic.speak, clause, speed=speed)
             )
             for frames in utterances:
-                yield StageOutput(pack_frames(frames))
+                yield StageOutput(pack_frames(frames, clause if len(utterances) == 1 else ""))
 
 
 class DecoderStage(_Codec):
@@ -178,8 +178,8 @@ class DecoderStage(_Codec):
                 yield samples
 
 
-def pack_frames(frames: Frames) -> Tensors:
-    """An utterance's frames: conditioning [130, F] and f0 [F], float32."""
+def pack_frames(frames: Frames, spoken: str = "") -> Tensors:
+    """An utterance's frames: conditioning [130, F] and f0 [F], float32; and its words."""
     arrays = {"conditioning": frames.conditioning, "f0": frames.f0}
     return Tensors(
         {
@@ -187,6 +187,8 @@ def pack_frames(frames: Frames) -> Tensors:
             for name, array in arrays.items()
         },
         boundary=True,
+        spoken=spoken,
+        duration_ms=frames.f0.shape[0] * 1e3 / FRAME_RATE,
     )
 
 

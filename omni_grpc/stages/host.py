@@ -157,7 +157,7 @@ class Host:
     def _handle(self, message: ToReplica) -> None:
         match message:
             case Submit(task):
-                job = self._jobs[task.id] = Job(task)
+                job = self._jobs[task.id] = Job(task, segment=task.first_segment)
                 job.inputs = Inputs(partial(self._taken, job))
                 if not task.streaming:
                     job.inputs.put(Feed(task.id, end=True))

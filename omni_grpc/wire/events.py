@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from omni_grpc import types as t
-from omni_grpc.outbox import PART_BYTES
+from omni_grpc.outbox import PART_BYTES, Numbered
 from omni_grpc.v1 import common_pb2, output_pb2, service_pb2
 from omni_grpc.wire.values import DATA_TYPE_OUT, ENCODING_OUT, MODALITY_OUT, REASON_OUT
 
 
-def encode_event(seq: int, epoch: int, event: t.Event) -> service_pb2.AddRequestResponse:
+def encode_event(numbered: Numbered) -> service_pb2.AddRequestResponse:
     """An event as it is written."""
-    response = service_pb2.AddRequestResponse(seq=seq, epoch=epoch)
-    match event:
-        case t.Output():
-            _fill_output(response.output, event)
-        case t.Accepted():
-            response.accepted.CopyFrom(_accepted(event))
-        case t.StageProgress():
+    response = service_pb2.AddRequestResponse(seq=numbered.seq, epoch=numbered.epoch)
+    match numbered.event:
+        case t.Output() as output:
+            _fill_output(response.output, output)
+        case t.Accepted() as accepted:
+            response.accepted.CopyFrom(_accepted(accepted))
+        case t.StageProgress() as event:
             response.progress.stage = event.stage
             response.progress.step = event.progress.step
             response.progress.total_steps = event.progress.total_steps
@@ -32,12 +32,12 @@ def encode_event(seq: int, epoch: int, event: t.Event) -> service_pb2.AddRequest
                         last=True,
                     )
                 )
-        case t.SegmentEnd():
+        case t.SegmentEnd() as event:
             response.segment_end.segment = event.segment
             response.segment_end.stage = event.stage
             response.segment_end.reason = REASON_OUT[event.reason]
-        case t.Finished():
-            response.finished.CopyFrom(_finished(event))
+        case t.Finished() as finished:
+            response.finished.CopyFrom(_finished(finished))
     return response
 
 

@@ -86,7 +86,7 @@ def _capabilities(pipeline: Pipeline) -> dict[str, Any]:
         **{f"input.{m.value}": m in config.inputs for m in Modality if m is not Modality.TENSOR},
         **{f"output.{m.value}": m in offered for m in Modality},
         "resumable": all(node.pool.facts.resumable for node in pipeline.stages.values()),
-        "interaction": False,
+        "interaction": any(node.pool.facts.interactive for node in pipeline.stages.values()),
         "guidance": config.guidance,
         "lora": False,
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from omni_grpc import types as t
 from omni_grpc.errors import ErrorRecord, InvalidField, OmniError
+from omni_grpc.interaction import AbortSession, EndInput, Interrupt, Message, Update
 from omni_grpc.v1 import common_pb2, service_pb2
 from omni_grpc.wire.requests import MAX_ID, decode_media
 from omni_grpc.wire.updates import decode_chunk
@@ -27,35 +28,6 @@ class Attach:
 
     request_id: str
     receive_outputs: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """A chunk of input, or why it cannot be one."""
-
-    seq: int
-    chunk: t.UpdateChunk | None
-    error: OmniError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EndInput:
-    """No more input."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupt:
-    """The present answer ends now; `played_ms` of its sound were heard, None: all of it."""
-
-    played_ms: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class AbortSession:
-    """The request is aborted."""
-
-
-Message = Update | EndInput | t.InteractionEvent | Interrupt | AbortSession
 
 
 async def decode_setup(messages: Messages) -> service_pb2.AddRequestRequest | Attach:

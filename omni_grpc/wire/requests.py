@@ -149,13 +149,14 @@ def decode_media(message: prompt_pb2.Media, path: str) -> t.Media:
         raise InvalidField(f"{path}.modality", "TEXT is not media")
     match message.WhichOneof("source"):
         case "data":
-            if not message.data:
+            # Each look at a field of protobuf's copies it.
+            if not (data := message.data):
                 raise InvalidField(f"{path}.data", "is empty")
-            source: dict[str, Any] = {"data": message.data}
+            source: dict[str, Any] = {"data": data}
         case "uri":
-            if not message.uri:
+            if not (uri := message.uri):
                 raise InvalidField(f"{path}.uri", "is empty")
-            source = {"uri": message.uri}
+            source = {"uri": uri}
         case "tensor":
             source = {"tensor": decode_tensor(message.tensor, f"{path}.tensor")}
         case _:
@@ -176,13 +177,13 @@ def decode_tensor(message: common_pb2.Tensor, path: str) -> t.Tensor:
         raise InvalidField(f"{path}.shape", f"has more than {MAX_AXES} axes")
     if any(length < 0 for length in shape):
         raise InvalidField(f"{path}.shape", "has a negative length")
-    expected = math.prod(shape) * dtype.itemsize
-    if len(message.data) != expected:
+    # Once: each look at it copies it.
+    data, expected = message.data, math.prod(shape) * dtype.itemsize
+    if len(data) != expected:
         raise InvalidField(
-            f"{path}.data",
-            f"has {len(message.data)} bytes, but its shape and type need {expected}",
+            f"{path}.data", f"has {len(data)} bytes, but its shape and type need {expected}"
         )
-    return t.Tensor(message.data, dtype, shape)
+    return t.Tensor(data, dtype, shape)
 
 
 def decode_abort(message: service_pb2.AbortRequest) -> list[str]:

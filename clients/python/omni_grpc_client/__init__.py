@@ -43,6 +43,7 @@ from omni_grpc_client.events import (
     Usage,
     VideoChunk,
 )
+from omni_grpc_client.feed import Feeder, FeedSummary, StreamedRequest
 from omni_grpc_client.info import (
     PipelineInfo,
     ReplicaLoad,
@@ -87,6 +88,8 @@ __all__ = [
     "DiffusionParams",
     "Event",
     "FailedPreconditionError",
+    "FeedSummary",
+    "Feeder",
     "FinishReason",
     "Finished",
     "Image",
@@ -122,6 +125,7 @@ __all__ = [
     "StageFinish",
     "StageInfo",
     "StageLoad",
+    "StreamedRequest",
     "Tensor",
     "TensorChunk",
     "TextDelta",

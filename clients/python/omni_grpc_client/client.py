@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -15,11 +15,12 @@ from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.v1.prompt_pb2 import Media
 from omni_grpc.v1.service_pb2 import AddRequestRequest
 from omni_grpc_client.answer import Answer, AnswerBuilder
-from omni_grpc_client.errors import decode_error
-from omni_grpc_client.events import Event, decode_event
+from omni_grpc_client.errors import ProtocolError, decode_error
+from omni_grpc_client.events import Accepted, Event
+from omni_grpc_client.feed import Feeder, StreamedRequest
 from omni_grpc_client.info import ServerInfo, StageLoad, decode_load, decode_server_info
 from omni_grpc_client.media import Modality, decode_enum
-from omni_grpc_client.order import EventOrder
+from omni_grpc_client.order import read_events
 from omni_grpc_client.request import Params, PromptLike, build_request
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -115,19 +116,9 @@ class OmniClient:
         call = self._ready.AddRequest(
             request, timeout=timeout, metadata=_mirrored(request.request_id)
         )
-        order = EventOrder()
-        try:
-            async for message in call:
-                order.number(message.seq)
-                # A kind of event that this client does not know yet is skipped.
-                if (event := decode_event(message)) is not None:
-                    order.event(event)
-                    yield event
-            order.end()
-        except grpc.aio.AioRpcError as error:
-            raise decode_error(error) from None
-        finally:
-            call.cancel()
+        async with aclosing(read_events(call)) as events:
+            async for event in events:
+                yield event
 
     async def generate(
         self,
@@ -155,6 +146,46 @@ class OmniClient:
             async for event in events:
                 builder.add(event)
         return builder.build()
+
+    @asynccontextmanager
+    async def open(
+        self,
+        prompt: PromptLike | AddRequestRequest = "",
+        *,
+        pipeline: str = "",
+        request_id: str = "",
+        stage_params: Mapping[str, Params] | None = None,
+        output_modalities: Iterable[Modality | str] = (),
+        timeout: float | None = None,
+    ) -> AsyncIterator[StreamedRequest]:
+        """Opens a request whose input streams; what it begins with may be empty.
+
+        Entered when the server has accepted it. Leaving the block aborts the request, unless it has
+        finished. Parameters and errors as for `stream`; see StreamedRequest."""
+        request = _request(prompt, pipeline, request_id, stage_params, output_modalities, ())
+        if request is prompt and not request.resumable:
+            raise ValueError("a request whose input streams must be resumable")
+        if not isinstance(prompt, AddRequestRequest):
+            request.resumable = True
+            if not prompt:
+                request.ClearField("prompt")
+        call = self._ready.AddRequest(
+            request, timeout=timeout, metadata=_mirrored(request.request_id)
+        )
+        async with aclosing(read_events(call)) as events:
+            accepted = await anext(events)
+            if not isinstance(accepted, Accepted):
+                raise ProtocolError("the first event is not accepted")
+            async with self.feed(accepted.request_id) as feeder:
+                yield StreamedRequest(events, accepted, feeder)
+
+    def feed(self, request_id: str, *, next_seq: int = 0) -> Feeder:
+        """A feeder of a resumable request that runs, whoever opened it; to be used as a context
+        manager. `next_seq` is the number of its first chunk."""
+        stub = self._ready
+        return Feeder(
+            lambda: stub.StreamingUpdate(metadata=_mirrored(request_id)), request_id, next_seq
+        )
 
     async def abort(
         self, request_ids: str | Iterable[str], *, timeout: float | None = None

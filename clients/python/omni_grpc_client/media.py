@@ -172,6 +172,16 @@ def decode_audio_format(message: common_pb2.AudioFormat) -> AudioFormat:
     return AudioFormat(encoding, message.sample_rate_hz, message.channels)
 
 
+def encode_audio_format(form: AudioFormat) -> common_pb2.AudioFormat:
+    """A format of sound as the contract's message. Raises ValueError for an unknown encoding."""
+    encoding = common_pb2.AudioEncoding.Value(f"AUDIO_ENCODING_{form.encoding.name}")
+    return common_pb2.AudioFormat(
+        encoding=cast("common_pb2.AudioEncoding", encoding),
+        sample_rate_hz=form.sample_rate_hz,
+        channels=form.channels,
+    )
+
+
 def decode_output_format(message: output_pb2.OutputFormat) -> OutputFormat:
     """The form of a final output."""
     form: AudioFormat | ImageFormat | VideoFormat | None = None

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from omni_grpc_client.errors import ProtocolError
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+
+from omni_grpc_client.errors import ProtocolError, decode_error
 from omni_grpc_client.events import (
     Accepted,
     AudioChunk,
@@ -11,6 +16,7 @@ from omni_grpc_client.events import (
     ImageChunk,
     TensorChunk,
     VideoChunk,
+    decode_event,
 )
 from omni_grpc_client.media import AudioFormat
 
@@ -73,6 +79,24 @@ class EventOrder:
         _expect(part.stage, "offset", part.offset, due)
         if not part.last:
             self._offsets[key] = due + len(part.data)
+
+
+async def read_events(call: Any) -> AsyncGenerator[Event, None]:
+    """The events of an AddRequest call, in the contract's order. The call is cancelled when the
+    generator is closed. Raises OmniCallError, ProtocolError."""
+    order = EventOrder()
+    try:
+        async for message in call:
+            order.number(message.seq)
+            # A kind of event that this client does not know yet is skipped.
+            if (event := decode_event(message)) is not None:
+                order.event(event)
+                yield event
+        order.end()
+    except grpc.aio.AioRpcError as error:
+        raise decode_error(error) from None
+    finally:
+        call.cancel()
 
 
 def _expect(stage: str, field: str, found: int, due: int) -> None:

@@ -45,8 +45,8 @@ def build_request(
     return AddRequestRequest(
         request_id=request_id,
         pipeline=pipeline,
-        prompt=_prompt(prompt, tuple(media)),
-        stage_params=[_stage_params(*item) for item in (stage_params or {}).items()],
+        prompt=encode_prompt(prompt, tuple(media)),
+        stage_params=encode_stage_params(stage_params),
         output_modalities=[encode_modality(modality) for modality in output_modalities],
     )
 
@@ -80,7 +80,8 @@ def make_media(source: str | PathLike[str], modality: Modality | str, mime_type:
     return Media(modality=kind, data=Path(source).read_bytes(), mime_type=mime_type)
 
 
-def _prompt(prompt: PromptLike, media: tuple[Media, ...]) -> Prompt:
+def encode_prompt(prompt: PromptLike, media: tuple[Media, ...] = ()) -> Prompt:
+    """A prompt as the contract's message."""
     if isinstance(prompt, Prompt):
         if media:
             raise ValueError("a whole Prompt is sent as it is: set its own media")
@@ -95,6 +96,11 @@ def _prompt(prompt: PromptLike, media: tuple[Media, ...]) -> Prompt:
         if not turns[-1].parts[0].text:
             del turns[-1].parts[0]
     return Prompt(messages=Messages(messages=turns))
+
+
+def encode_stage_params(stage_params: Mapping[str, Params] | None) -> list[StageParams]:
+    """Parameters by stage as the contract's messages."""
+    return [_stage_params(*item) for item in (stage_params or {}).items()]
 
 
 def _stage_params(stage: str, params: Params) -> StageParams:

@@ -63,13 +63,13 @@ def read_data_uri(uri: str, most: int, path: str) -> Content:
     # Four characters are three bytes; a percent sign makes one byte of three characters.
     if len(body) // 3 > most if not coded else len(body) // 4 * 3 > most * 3:
         raise Unfit(f"is larger than {most} bytes")
-    data = unquote_to_bytes(body) if "%" in body or not coded else body.encode()
-    if coded:
-        mime_type = mime_type[: -len(";base64")]
-        try:
+    try:
+        data = unquote_to_bytes(body) if "%" in body or not coded else body.encode("ascii")
+        if coded:
+            mime_type = mime_type[: -len(";base64")]
             data = base64.b64decode(data, validate=True)
-        except binascii.Error:
-            raise InvalidField(path, "is a data: URI whose base64 is broken") from None
+    except (binascii.Error, UnicodeError):
+        raise InvalidField(path, "is a data: URI whose content is broken") from None
     if len(data) > most:
         raise Unfit(f"is larger than {most} bytes")
     return Content(data, mime_type)

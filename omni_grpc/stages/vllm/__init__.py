@@ -4,7 +4,9 @@ stage    the six verbs
 prompt   a prompt as the engine takes it: template, tokens, embeddings, media
 media    pictures, sound and film under keys of this replica
 params   our parameters as vLLM's, and vLLM's refusals as ours
+answer   one request in the engine, to its last word
 outputs  what the engine gives, as ours
+session  a conversation on one KV cache
 """
 
 from omni_grpc.stages.vllm.stage import VllmStage

@@ -98,7 +98,7 @@ class Draft:
     def turns(self) -> list[dict[str, str]]:
         """The draft as turns of a conversation."""
         if self.messages:
-            return [{"role": m.role, "content": _joined(m)} for m in self.messages]
+            return [{"role": m.role, "content": joined(m)} for m in self.messages]
         return [{"role": "user", "content": self.text}]
 
 
@@ -158,6 +158,9 @@ class Session:
         """The engine's input: of the first turn a whole prompt, of later ones what is new."""
         if draft.ids or not self.chat or not self.turns:
             prompt = await self.engine.render(draft.prompt())
+        elif not self.history:
+            # A conversation that goes on from a memory: all of it is new to the engine.
+            prompt = await self.engine.render(_as_messages([*self.turns, *draft.turns()]))
         else:
             marked = [*self.turns[:-1], {"role": "assistant", "content": MARK}]
             ids = self.unsaid + self.engine.continue_chat([*marked, *draft.turns()])
@@ -228,12 +231,17 @@ class Session:
             self.collector = None
 
 
+def _as_messages(turns: list[dict[str, str]]) -> t.Prompt:
+    messages = (t.Message(turn["role"], (t.Text(turn["content"]),)) for turn in turns)
+    return t.Prompt(t.Messages(tuple(messages)))
+
+
 def _has_media(content: object) -> bool:
     if not isinstance(content, t.Messages):
         return False
     return any(isinstance(part, t.Media) for m in content.messages for part in m.parts)
 
 
-def _joined(message: t.Message) -> str:
+def joined(message: t.Message) -> str:
     """A message's text."""
     return "".join(part.text for part in message.parts if isinstance(part, t.Text))

@@ -5,7 +5,6 @@ admitted, with the field's path."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -18,7 +17,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
-from vllm.outputs import STREAM_FINISHED
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -27,31 +25,19 @@ from omni_grpc import types as t
 from omni_grpc.errors import InvalidField, LoraNotFound, NotSupported, PromptTooLong
 from omni_grpc.ipc import Feed, StageSpec, Task
 from omni_grpc.stages.base import Inputs, ReplicaDead, Stage, segments
+from omni_grpc.stages.vllm.answer import Submitted, answer, blamed
 from omni_grpc.stages.vllm.media import MediaReader
 from omni_grpc.stages.vllm.outputs import EngineGaveUp, stage_outputs
 from omni_grpc.stages.vllm.params import (
     check_form,
-    form_path,
     refusal,
     sampling_params,
     unsupported,
 )
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
-from omni_grpc.stages.vllm.session import MARK, Session
+from omni_grpc.stages.vllm.session import MARK, Session, joined
 
 log = logging.getLogger("omni_grpc.replica")
-
-
-@dataclasses.dataclass(slots=True)
-class Submitted:
-    """A request that the engine has taken: where its outputs come, and its id in the engine."""
-
-    collector: Any
-    prompt_tokens: int
-    media: bool = False
-    """Whether it has media and nothing was said yet: then it may be sent a second time."""
-    form: t.StructuredOutputs | None = None
-    """The form that the engine has to compile before it says anything; None once it did."""
 
 
 class VllmStage(Stage[Submitted | Session]):
@@ -119,7 +105,9 @@ class VllmStage(Stage[Submitted | Session]):
         if task.resumable:
             self._check_options(task.options)
             asked = task.params if isinstance(task.params, t.SamplingParams) else None
-            return Session(_SessionEngine(self, task), self._prompts.chat, asked)
+            turns = [{"role": m.role, "content": joined(m)} for m in task.history]
+            engine = _SessionEngine(self, task)
+            return Session(engine, self._prompts.chat, asked, turns=turns)
         return await self._begin(task)
 
     async def _begin(self, task: Task) -> Submitted:
@@ -265,46 +253,23 @@ class VllmStage(Stage[Submitted | Session]):
 
     async def _generate(self, task: Task, prepared: Submitted) -> AsyncGenerator[t.StageOutput]:
         try:
-            async with aclosing(self._answer(prepared)) as outputs:
+            async with aclosing(answer(self._engine, prepared)) as outputs:
                 async for output in outputs:
                     yield output
             return
         except EngineGaveUp as error:
             if not prepared.media:
-                raise _blamed(error, prepared) from None
+                raise blamed(error, prepared) from None
         # The engine had dropped a picture that its sender thought it had. The sender knows by now,
         # so the second time it sends all. Nothing was said yet.
         log.info("request %s: media are sent again", task.request_id)
         again = await self._begin(task)
         try:
-            async with aclosing(self._answer(again)) as outputs:
+            async with aclosing(answer(self._engine, again)) as outputs:
                 async for output in outputs:
                     yield output
         except EngineGaveUp as error:
-            raise _blamed(error, again) from None
-
-    async def _answer(self, prepared: Submitted) -> AsyncGenerator[t.StageOutput]:
-        collector, generated, cached = prepared.collector, 0, 0
-        finished, prompt_told = False, False
-        try:
-            while not finished:
-                # Without an await while something is there: fewer task switches under load.
-                output = collector.get_nowait() or await collector.get()
-                finished = output.finished
-                if output is STREAM_FINISHED:
-                    break
-                cached = output.num_cached_tokens or cached
-                generated += sum(len(completion.token_ids) for completion in output.outputs)
-                if generated:
-                    prepared.media, prepared.form = False, None
-                for delta in stage_outputs(output, prompt_too=not prompt_told):
-                    yield delta
-                prompt_told = prompt_told or bool(output.prompt_logprobs)
-        finally:
-            if not finished:
-                await self._engine.abort(collector.request_id, internal=True)
-            collector.close()
-        yield t.StageOutput(usage=t.Usage(prepared.prompt_tokens, cached, generated))
+            raise blamed(error, again) from None
 
     def statistics(self) -> t.StageStatistics:
         waiting_tokens = self._engine.get_num_queued_tokens()
@@ -321,13 +286,6 @@ class VllmStage(Stage[Submitted | Session]):
     async def close(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.shutdown()
-
-
-def _blamed(error: EngineGaveUp, prepared: Submitted) -> Exception:
-    """Whose fault it is. What a form's parser takes may still be more than its compiler can do."""
-    if prepared.form is None:
-        return error
-    return InvalidField(form_path(prepared.form), "is more than the engine can compile")
 
 
 class _SessionEngine:
