@@ -114,6 +114,8 @@ class PipelineConfig(Frozen):
 
     name: Name
     description: str = ""
+    example: str = "Hello there."
+    """A text prompt to try."""
     inputs: tuple[Modality, ...] = (Modality.TEXT,)
     """What a prompt may hold."""
     prompts: tuple[Literal["text", "token_ids", "messages", "embeds", "media"], ...] = ("text",)
@@ -200,7 +202,7 @@ class ServerConfig(Frozen):
     """Longest time that running requests may go on after SIGTERM."""
     stop_timeout: Seconds = 10.0
     """Longest time that a replica may take to stop before it is killed."""
-    heartbeat_timeout: Seconds = 30.0
+    heartbeat_timeout: Annotated[float, Field(ge=2, le=3600)] = 30.0
     """A replica that shows no sign of life for so long is lost."""
     media: MediaPolicy = MediaPolicy()
     ipc: Annotated[str, Field(pattern=r"^(ipc|tcp://[A-Za-z0-9.-]+)$")] = "ipc"

@@ -2,7 +2,7 @@
 
 Events, interrupts and aborts are acted on as they come; chunks of input go their own way in order,
 because a stage may let one wait. Nothing that a client sends on the way ends the generation, but
-for its own abort and for leaving what it opened. """
+for its own abort and for leaving what it opened."""
 
 from __future__ import annotations
 

@@ -337,7 +337,12 @@ def _dealer(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
 
 def output_size(output: StageOutput) -> int:
     """What an output counts against its task's window, in bytes."""
-    return OUTPUT_OVERHEAD + (payload_size(output.payload) if output.payload is not None else 0)
+    size = OUTPUT_OVERHEAD
+    if output.payload is not None:
+        size += payload_size(output.payload)
+    if output.progress is not None and output.progress.preview is not None:
+        size += len(output.progress.preview.data)
+    return size
 
 
 def payload_size(payload: Payload) -> int:

@@ -22,6 +22,7 @@ from omni_grpc.types import (
     Notice,
     Output,
     Payload,
+    Progress,
     SegmentEnd,
     StageProgress,
     TensorChunk,
@@ -177,7 +178,10 @@ def merge(last: Queued, new: Queued) -> Event | None:
             )
             return Output(last.stage, last.index, last.segment, text)
         case StageProgress(), StageProgress() if last.stage == new.stage:
-            return new
+            if new.progress.preview is not None or last.progress.preview is None:
+                return new
+            progress, preview = new.progress, last.progress.preview
+            return StageProgress(new.stage, Progress(progress.step, progress.total_steps, preview))
     return None
 
 

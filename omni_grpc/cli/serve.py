@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from omni_grpc.config import PipelineConfig, ServerConfig, load_pipeline
 from omni_grpc.embedded import EmbeddedModelError, missing, prepare
 from omni_grpc.errors import ConfigError, StartError
 from omni_grpc.topology import check_pipeline
+from omni_grpc.types import Modality
 
 log = logging.getLogger("omni_grpc")
 
@@ -87,11 +89,16 @@ async def _serve(settings: ServerConfig, configs: list[PipelineConfig]) -> None:
 
 
 def _announce(host: str, port: int, configs: list[PipelineConfig]) -> None:
-    prompt = "What is the capital of France?"
-    call = f'{{"prompt": {{"text": "{prompt}"}}, "output_modalities": ["MODALITY_TEXT"]}}'
     names = ", ".join(config.name for config in configs)
-    typer.echo(
-        f"Serving {names} on {host}:{port}. Try: "
-        f"grpcurl -plaintext -d '{call}' {host}:{port} omni_grpc.v1.OmniService/AddRequest\n"
-        f"or: omni-grpc generate --target {host}:{port} '{prompt}'"
-    )
+    typer.echo(f"Serving {names} on {host}:{port}. Try: {_example_call(configs[0], host, port)}")
+
+
+def _example_call(config: PipelineConfig, host: str, port: int) -> str:
+    """A call of grpcurl that the default pipeline answers."""
+    if "text" not in config.prompts:
+        return f"grpcurl -plaintext {host}:{port} omni_grpc.v1.OmniService/GetServerInfo"
+    request: dict[str, object] = {"prompt": {"text": config.example}}
+    if any(stage.output is Modality.TEXT for stage in config.stages):
+        request["output_modalities"] = ["MODALITY_TEXT"]
+    body = json.dumps(request).replace("'", "\\u0027")
+    return f"grpcurl -plaintext -d '{body}' {host}:{port} omni_grpc.v1.OmniService/AddRequest"

@@ -45,11 +45,11 @@ def guidance(context: ExpansionContext) -> tuple[Companion, ...]:
     """
     scales = [p.guidance_scale for p in context.params.values() if isinstance(p, DiffusionParams)]
     guided = any(scale is not None and scale > 1 for scale in scales)
-    if context.prompt.negative_text is None:
+    if not (context.prompt.negative_text or "").strip():
         return ()
     if not guided:
         raise InvalidField("prompt.negative_text", "needs a guidance_scale above 1")
-    return (Companion("negative", Prompt(Text(context.prompt.negative_text))),)
+    return (Companion("negative", Prompt(Text(context.prompt.negative_text or ""))),)
 
 
 _BUILT_IN: dict[str, Expansion] = {"guidance": guidance}

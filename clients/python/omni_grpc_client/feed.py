@@ -23,7 +23,7 @@ from omni_grpc.v1.service_pb2 import (
     UpdateChunk,
     UpdateHeader,
 )
-from omni_grpc_client.errors import NotFoundError, OmniCallError, decode_error
+from omni_grpc_client.errors import CancelledCallError, NotFoundError, OmniCallError, decode_error
 from omni_grpc_client.events import Accepted, Event, SegmentEnd
 from omni_grpc_client.media import AudioFormat, encode_audio_format
 from omni_grpc_client.request import Params, PromptLike, encode_prompt, encode_stage_params
@@ -65,6 +65,7 @@ class Feeder:
         self._kept: deque[UpdateChunk] = deque()
         self._segment_of: deque[int] = deque()
         self._segment = 0
+        self._lost_answer = False
         self._half_closed = False
         self._call: Any = None
         self._answer: asyncio.Task[StreamingUpdateResponse] | None = None
@@ -227,7 +228,7 @@ async def _answered(call: Any) -> StreamingUpdateResponse:
         raise decode_error(error) from None
     except asyncio.CancelledError:
         # The call was cancelled, not who waits for it.
-        raise OmniCallError("CANCELLED", "the feeder's call was cancelled") from None
+        raise CancelledCallError("CANCELLED", "the feeder's call was cancelled") from None
     return response
 
 
