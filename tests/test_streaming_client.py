@@ -1,4 +1,4 @@
-"""The Python client's streaming input: against a real server, and through connections that break."""
+"""The Python client's streaming input: on a real server, and through connections that break."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ class Feeder:
         self._kept: deque[UpdateChunk] = deque()
         self._segment_of: deque[int] = deque()
         self._segment = 0
-        self._lost_answer = False
+        self._end_sent = False
+        self._answer_lost = False
         self._half_closed = False
         self._call: Any = None
         self._answer: asyncio.Task[StreamingUpdateResponse] | None = None
@@ -132,7 +133,7 @@ class Feeder:
             try:
                 await self._delivered(self._half_close)
             except NotFoundError:
-                if not self._lost_answer:
+                if not self._answer_lost:
                     raise
                 return None
             assert self._answer is not None
@@ -162,7 +163,6 @@ class Feeder:
 
     async def _delivered(self, step: Callable[[], Any]) -> None:
         """Takes a step of the call; where it breaks off, a new call says everything again."""
-        self._lost_answer = False
         delay = RETRY_S
         for attempt in range(RETRIES + 1):
             try:
@@ -174,12 +174,12 @@ class Feeder:
                     await self._half_close()
                 return
             except OmniCallError as error:
-                self._lost_answer = self._half_closed
                 again = error.reason == "FEEDER_ACTIVE" and attempt > 0
                 if not (again or (error.code in BROKEN and not error.reason)):
                     raise
                 if attempt == RETRIES:
                     raise
+                self._answer_lost = self._answer_lost or self._end_sent
             self._call = None
             await asyncio.sleep(delay)
             delay *= 2
@@ -213,6 +213,7 @@ class Feeder:
         if not self._answer.done():
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.done_writing()
+                self._end_sent = True
         await self._ended()
 
     async def _ended(self) -> None:
