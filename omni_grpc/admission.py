@@ -172,6 +172,8 @@ def resolve_chunk(update: UpdateChunk, plan: Plan, lane: Lane) -> Chunk:
         payload = TextDelta(update.text)
     if update.prompt is not None:
         check_content(update.prompt, pipeline, "chunk.prompt")
+        if update.prompt.negative_text is not None:
+            raise unsupported("chunk.prompt.negative_text", "streamed input has no guidance")
     if update.audio is not None:
         payload = _resolve_audio(update.audio, pipeline, lane)
     return Chunk(update.seq, payload, update.prompt, params, update.end_of_segment, paths)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from omni_grpc.errors import InternalError, OmniError, StageError
 from omni_grpc.ipc import Task
@@ -23,9 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class CompanionRun:
-    """One companion: the sink of its task and the stash of its outputs."""
+    """One companion: the sink of its task and the stash of its outputs.
 
-    def __init__(self, run: Run, task: Task) -> None:
+    As with a stage's task, whatever goes wrong in handling one message ends this one request.
+    """
+
+    def __init__(self, run: Run, role: str, task: Task) -> None:
+        self.role = role
         self.task = task
         self.handle: TaskHandle | None = None
         self.holds = False
@@ -34,22 +39,18 @@ class CompanionRun:
         self.stash: list[Payload] = []
         self._run = run
 
-    @property
-    def role(self) -> str:
-        """Its role: what stands between its parent's id and its number."""
-        return self.task.request_id.rpartition("#")[2].rpartition("-")[0]
-
     def began(self, handle: TaskHandle) -> None:
         """The task was sent."""
         self.handle, self.holds = handle, True
 
     def on_admitted(self, prepare_ms: float) -> None:
         self.admitted = True
-        self._run.group_changed()
+        self._contained(self._run.group_changed)
 
     def on_refused(self, error: OmniError) -> None:
         self.holds = False
-        self._fail(error)
+        self._contained(self._run.companion_failed, error)
+        self._run.stage_released()
 
     def on_fed(self, number: int, error: OmniError | None) -> None:
         log.error("companion %s: nothing was fed", self.task.request_id)
@@ -66,27 +67,25 @@ class CompanionRun:
     def on_ended(self, error: OmniError | None) -> None:
         self.holds = False
         if error is not None:
-            self._fail(error)
-            return
-        self.done = True
-        try:
-            self._run.group_changed()
-        except OmniError as failure:
-            self._run.close(failure)
-        except (Exception, asyncio.CancelledError):
-            log.exception("companion %s", self.task.request_id)
-            self._run.close(InternalError("internal error"))
+            self._contained(self._run.companion_failed, error)
+        else:
+            self.done = True
+            self._contained(self._run.group_changed)
         self._run.stage_released()
 
     def on_lost(self) -> None:
         self.holds = False
-        self._run.companion_lost()
+        self._contained(self._run.companion_lost)
         self._run.stage_released()
 
-    def _fail(self, error: OmniError) -> None:
-        # Under the parent's id: the client knows no companions.
-        self._run.close(error)
-        self._run.stage_released()
+    def _contained(self, handler: Callable[..., None], *arguments: Any) -> None:
+        try:
+            handler(*arguments)
+        except OmniError as error:
+            self._run.close(error)
+        except (Exception, asyncio.CancelledError):
+            log.exception("companion %s", self.task.request_id)
+            self._run.close(InternalError("internal error"))
 
 
 class Group:

@@ -26,10 +26,11 @@ class Report:
         """Stage 0 was sent the request."""
         self._submitted_at = time.perf_counter()
 
-    def admitted(self, prepare_ms: float) -> None:
-        """Stage 0 has taken it. What its own preparation did not take was spent in the queue."""
+    def admitted(self, prepare_ms: float, *, told: bool) -> None:
+        """Stage 0 has taken it. What its own preparation did not take was spent in the queue; of
+        the preparation itself is `told` where it is preprocessing."""
         waited = (time.perf_counter() - self._submitted_at) * 1e3
-        self.preprocess_ms = prepare_ms
+        self.preprocess_ms = prepare_ms if told else 0.0
         self.queue_wait_ms = max(0.0, waited - prepare_ms)
 
     def output(self, modality: Modality) -> None:

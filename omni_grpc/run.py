@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from omni_grpc.artifacts import Artifacts
 from omni_grpc.companions import CompanionRun, Group
@@ -30,7 +30,6 @@ from omni_grpc.errors import (
     Violation,
 )
 from omni_grpc.graph import Graph
-from omni_grpc.ipc import Task
 from omni_grpc.lane import Chunk, Lane
 from omni_grpc.ledger import Ledger
 from omni_grpc.outbox import Numbered, Outbox, Routed
@@ -62,6 +61,8 @@ from omni_grpc.types import (
 )
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 GROUP_TIMEOUT_S = 120.0
 """Longest wait of a request for its companions, once its own stage 0 has ended."""
@@ -105,6 +106,8 @@ class Run:
         self._report = Report()
         self._touched_at = self._loop.time()
         self._chunk: Chunk | None = None
+        self._chunk_artifacts: Artifacts | None = None
+        """What the chunk that is under way brought."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._later("deadline", plan.timeout_s, self._expire)
         self._later("silence", self._silence_step(), self._watch_silence)
@@ -117,9 +120,7 @@ class Run:
         Raises what refused it. On any error, and when cancelled, the run is closed and nothing is
         left."""
         try:
-            await self._submission.transform()
-            self._report.transform_ms = self._submission.transform_ms
-            self._submit_group(await self._submission.companions())
+            self._submit_group(await self._unless_closed(self._prepared()))
             if self.lane is not None:
                 # Its prompt is input like any other: what refuses it refuses the request.
                 if not self.plan.request.prompt.empty:
@@ -133,6 +134,25 @@ class Run:
             self.close(InternalError("internal error"))
             raise
 
+    async def _prepared(self) -> list[CompanionRun]:
+        await self._submission.transform()
+        companions = await self._submission.companions()
+        self._report.transform_ms = self._submission.transform_ms
+        return [CompanionRun(self, role, task) for role, task in companions]
+
+    async def _unless_closed(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The work's result; the run's error as soon as it is closed. A transform in its thread is
+        not waited for."""
+        working = asyncio.create_task(work)
+        try:
+            await asyncio.wait((working, self._admission), return_when=asyncio.FIRST_COMPLETED)
+            if self.closed:
+                await self._admission
+            return working.result()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
     def _accepted(self) -> Accepted:
         plan = self.plan
         return Accepted(
@@ -144,12 +164,18 @@ class Run:
             ),
         )
 
-    def _submit_group(self, companions: list[Task]) -> None:
+    def _submit_group(self, companions: list[CompanionRun]) -> None:
         """Sends the request and its companions, in one turn of the loop and so in one message, to
         one replica of stage 0. All are registered before any is sent."""
         entry, submission = self._graph.entry, self._submission
-        self._graph.group = Group([CompanionRun(self, task) for task in companions])
+        if companions and not any(hasattr(bridge, "join") for _, bridge in entry.consumers):
+            log.error("pipeline %s: no bridge can hand on companions", self.plan.pipeline.name)
+            raise InternalError("internal error")
+        self._graph.group = Group(companions)
         replica = entry.node.pool.acquire()
+        # Nobody reads before all are admitted, and outputs of the first may come before the last
+        # is: `accepted` is first.
+        self._put(self._accepted())
         self._report.submitted()
         for member in self._graph.group.members:
             member.began(replica.submit(member.task, member))
@@ -188,11 +214,13 @@ class Run:
         """A client's chunk with its prompt as stage 0 sees it."""
         if chunk.prompt is None:
             return chunk
+        artifacts = self.artifacts.part()
         try:
-            prompt, _ = await self._submission.view(chunk.prompt, self.request_id)
+            prompt, _ = await self._submission.view(chunk.prompt, self.request_id, artifacts)
         except BaseException:
-            self.artifacts.drop_new()
+            artifacts.delete()
             raise
+        self._chunk_artifacts = artifacts
         return replace(chunk, prompt=prompt)
 
     def send_chunk(self, number: int, chunk: Chunk, *, end: bool) -> None:
@@ -213,12 +241,13 @@ class Run:
             return
         if error is not None:
             error = self._placed(stage, error, self._chunk)
-            self.artifacts.drop_new()
         else:
-            self.artifacts.keep_new()
             self._note_params(self._chunk, self.lane.segments)
             if stage.memory is not None and self._chunk is not None:
                 remember(stage.memory, self._chunk)
+        brought, self._chunk_artifacts = self._chunk_artifacts, None
+        if brought is not None:
+            brought.keep() if error is None else brought.delete()
         self.lane.answered(number, error)
 
     def _note_params(self, chunk: Chunk | None, segment: int) -> None:
@@ -365,7 +394,7 @@ class Run:
         """A stage has taken its task; at stage 0 this is the request's admission."""
         if self._over or stage is not self._graph.entry:
             return
-        self._report.admitted(0.0 if stage.node.config.engine in DIFFUSION else prepare_ms)
+        self._report.admitted(prepare_ms, told=stage.node.config.engine not in DIFFUSION)
         stage.admitted = True
         self.group_changed()
 
@@ -376,9 +405,6 @@ class Run:
             return
         entry, group = self._graph.entry, self._graph.group
         if not self._admission.done() and entry.admitted and group.admitted:
-            # Here and not in `admit`: outputs may come in this same turn of the loop, and
-            # `accepted` is first.
-            self._put(self._accepted())
             self._admission.set_result(None)
         if group.members and entry.ended and group.complete and not group.handed_on:
             group.handed_on = True
@@ -392,6 +418,10 @@ class Run:
         """The replica of a companion is gone: so is its parent's."""
         self.stage_lost(self._graph.entry)
 
+    def companion_failed(self, error: OmniError) -> None:
+        """A companion was refused or failed: under its parent's id, the client knows no other."""
+        self.stage_refused(self._graph.entry, error)
+
     def add_usage(self, usage: Usage) -> None:
         """Counts what a stage or a companion used."""
         self._report.usage += usage
@@ -402,7 +432,8 @@ class Run:
 
     def stage_refused(self, stage: StageRun, error: OmniError) -> None:
         """A stage did not take its task."""
-        self.close(self._placed(stage, error))
+        if not self._over:
+            self.close(self._placed(stage, error))
 
     def _placed(self, stage: StageRun, error: OmniError, chunk: Chunk | None = None) -> OmniError:
         """The error with the client's own paths: a stage knows "params" and "prompt" only, of the
@@ -609,8 +640,9 @@ class Run:
             self._released.set()
 
     async def released(self) -> None:
-        """Returns when the run is closed and no replica holds anything of it."""
+        """Returns when the run is closed and nothing is left of it, in replicas and on disk."""
         await self._released.wait()
+        await self.artifacts.deleted()
 
     def statistics(self) -> dict[str, Any]:
         """What the run holds, for debugging and tests."""

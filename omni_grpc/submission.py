@@ -10,21 +10,31 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
 from omni_grpc.artifacts import Artifacts
+from omni_grpc.errors import NotSupported, Violation
 from omni_grpc.ipc import Task
 from omni_grpc.pipelines.expansions import Companion, ExpansionContext
-from omni_grpc.pipelines.transforms import OWNED_KEYS, TransformContext
+from omni_grpc.pipelines.transforms import (
+    OWNED_KEYS,
+    Transform,
+    TransformContext,
+    Transformed,
+)
 from omni_grpc.plan import Plan
 from omni_grpc.replica import new_task_id
 from omni_grpc.topology import StageNode
-from omni_grpc.types import Message, Prompt, RequestOptions
+from omni_grpc.types import Message, Params, Prompt, RequestOptions
 
 DIFFUSION = ("diffusion", "live", "diffusers")
 """Engines whose prompt is taken as it is, and that have no preprocessing to tell of."""
+
+Value = TypeVar("Value")
 
 
 class Submission:
@@ -34,59 +44,74 @@ class Submission:
         self.prompt = plan.request.prompt
         """Stage 0's view of it."""
         self.transform_ms = 0.0
+        """What transforms have taken so far."""
         self._plan = plan
         self._artifacts = artifacts
         self._deadline_at = deadline_at
         self._options = plan.request.options
 
     async def transform(self) -> None:
-        """Makes stage 0's view of prompt and options. A diffusion stage takes them as they are."""
-        if self._plan.pipeline.entry.config.engine in DIFFUSION:
-            return
-        started = time.perf_counter()
+        """Makes stage 0's view of prompt and options."""
         request_id = self._plan.request.request_id
-        self.prompt, information = await self.view(self.prompt, request_id)
-        if self._plan.pipeline.transform is not None:
-            self.transform_ms = (time.perf_counter() - started) * 1e3
-        self._options = msgspec.structs.replace(self._options, additional_information=information)
+        self.prompt, information = await self.view(self.prompt, request_id, self._artifacts)
+        self._options = msgspec.structs.replace(
+            self._options, additional_information=information or None
+        )
 
-    async def view(self, prompt: Prompt, request_id: str) -> tuple[Prompt, dict[str, Any]]:
-        """A prompt as stage 0 sees it, and the additional information that goes with it."""
+    async def view(
+        self, prompt: Prompt, request_id: str, artifacts: Artifacts
+    ) -> tuple[Prompt, dict[str, Any]]:
+        """A prompt as stage 0 sees it, and the additional information that goes with it. A
+        diffusion stage takes both as they are, but for the keys that no client sets."""
         given = self._plan.request.options.additional_information or {}
-        information = {k: v for k, v in given.items() if k not in OWNED_KEYS}
+        information = copy.deepcopy({k: v for k, v in given.items() if k not in OWNED_KEYS})
+        if self._plan.pipeline.entry.config.engine in DIFFUSION:
+            return prompt, information
         information["global_request_id"] = request_id
         transform = self._plan.pipeline.transform
         if transform is None or prompt.empty:
             return prompt, information
-        context = TransformContext(request_id, self._plan.params, self._artifacts, information)
-        result = await asyncio.to_thread(transform, copy.deepcopy(prompt), context)
-        for directory in result.artifact_directories:
-            self._artifacts.adopt(directory)
-        information |= result.additional_information
+        started = time.perf_counter()
+        context = TransformContext(request_id, self._plan.params, artifacts, information)
+        work = partial(transformed, transform, prompt, context)
+        result = await asyncio.to_thread(artifacts.use, work)
+        self.transform_ms += (time.perf_counter() - started) * 1e3
         # Also where the transform made a new mapping without it.
-        information["global_request_id"] = request_id
-        return result.prompt, information
+        added = result.additional_information | {"global_request_id": request_id}
+        return result.prompt, information | added
 
-    async def companions(self) -> list[Task]:
-        """The tasks of the request's companions, in order: all of them, before anything is sent."""
+    async def companions(self) -> list[tuple[str, Task]]:
+        """(role, task) of the request's companions, in order: all of them, before anything is
+        sent."""
         plan = self._plan
         if plan.pipeline.expansion is None or len(plan.needed) < 2:
             return []
-        context = ExpansionContext(plan.request.request_id, plan.request.prompt, plan.params)
+        prompt, params = copy.deepcopy((plan.request.prompt, plan.params))
+        context = ExpansionContext(plan.request.request_id, prompt, params)
+        companions = list(plan.pipeline.expansion(context))
+        if companions and plan.request.resumable:
+            # Every segment would need its own.
+            description = "guidance needs its whole prompt at once"
+            violation = Violation("resumable", description)
+            raise NotSupported(f"resumable: {description}", violations=(violation,))
         return [
-            await self._companion(number, companion)
-            for number, companion in enumerate(plan.pipeline.expansion(context))
+            (companion.role, await self._companion(number, companion))
+            for number, companion in enumerate(companions)
         ]
 
     async def _companion(self, number: int, companion: Companion) -> Task:
         request_id = f"{self._plan.request.request_id}#{companion.role}-{number}"
-        prompt, information = await self.view(companion.prompt, request_id)
+        given = portable(companion.prompt, Prompt)
+        prompt, information = await self.view(given, request_id, self._artifacts)
         params = self._plan.params[self._plan.pipeline.entry.name]
+        changed = msgspec.structs.replace(params, **companion.overrides)
         return msgspec.structs.replace(
             self.task(self._plan.pipeline.entry, prompt),
             request_id=request_id,
-            params=msgspec.structs.replace(params, **companion.overrides),
-            options=msgspec.structs.replace(self._options, additional_information=information),
+            params=portable(changed, Params),
+            options=msgspec.structs.replace(
+                self._options, additional_information=information or None
+            ),
         )
 
     def task(
@@ -111,3 +136,26 @@ class Submission:
             history=history,
             options=self._options if entry else RequestOptions(),
         )
+
+
+def transformed(transform: Transform, prompt: Prompt, context: TransformContext) -> Transformed:
+    """What the transform makes of its own copies of everything. For a thread.
+
+    Raises what it raises, and TypeError, ValueError or msgspec's errors where its result is none.
+    """
+    params, information = copy.deepcopy((context.params, context.additional_information))
+    own = replace(context, params=params, additional_information=information)
+    result = transform(copy.deepcopy(prompt), own)
+    context.artifacts.adopt(result.artifact_directories)
+    return replace(
+        result,
+        prompt=portable(result.prompt, Prompt),
+        additional_information=portable(result.additional_information, dict[str, Any]),
+    )
+
+
+def portable(value: Value, kind: Any) -> Value:
+    """The value as a replica will read it. Raises here what would break the replica there: msgspec
+    checks types when it decodes only."""
+    checked: Value = msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
+    return checked

@@ -52,8 +52,8 @@ async def real_server(*configs: PipelineConfig) -> AsyncIterator[Server]:
 
 @pytest.fixture(scope="session")
 async def voice_server() -> AsyncIterator[Server]:
-    """smol-voice, and what shares its thinker and its voice: smol-converse and smol-read."""
-    names = ("smol-voice", "smol-converse", "smol-read")
+    """smol-voice, and what shares its thinker or its voice."""
+    names = ("smol-voice", "smol-converse", "smol-read", "smol-shapes")
     async with real_server(*map(load_pipeline, names), say_pipeline(), hear_pipeline()) as server:
         yield server
 

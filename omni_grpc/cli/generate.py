@@ -87,9 +87,9 @@ class Wish:
 
 def generate(
     prompt: Annotated[
-        str,
+        str | None,
         typer.Argument(help="What is asked; - reads it from stdin. May be left out with media."),
-    ] = "",
+    ] = None,
     out: Out = None,
     audio: Audio = None,
     image: Picture = None,
@@ -126,9 +126,12 @@ def generate(
     """Sends one request; prints its text as it arrives, writes sound and pictures to files.
 
     A summary (tokens, sound, times) goes to stderr. Ctrl-C aborts the request on the server."""
+    media = [(kind, one) for kind, of in (("audio", audio), ("image", image)) for one in of or ()]
+    if prompt is None and not media:
+        raise fail("there is no prompt, and neither --audio nor --image in its place")
     wish = Wish(
         # The line's end is the shell's, not the prompt's.
-        sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt,
+        sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt or "",
         system,
         pipeline,
         tuple(modality or ()),
@@ -139,11 +142,8 @@ def generate(
         tuple(settings or ()),
         request_id,
         timeout,
-        tuple(("audio", source) for source in audio or ())
-        + tuple(("image", source) for source in image or ()),
+        tuple(media),
     )
-    if not (wish.prompt or wish.media):
-        raise fail("there is no prompt, and neither --audio nor --image in its place")
     call_server(target, lambda client: run(client, wish, json=json, quiet=quiet))
 
 

@@ -91,6 +91,8 @@ def encode_prompt(prompt: PromptLike, media: tuple[Media, ...] = ()) -> Prompt:
         return Prompt(text=prompt if prompt or not media else None, media=media)
     turns = [Message(role=role, parts=[MessagePart(text=text)]) for role, text in prompt]
     if media:
+        if not turns:
+            raise ValueError("media go with the last turn of a conversation, and it has none")
         # With the last turn's words, and in their place where it has none.
         turns[-1].parts.extend(MessagePart(media=item) for item in media)
         if not turns[-1].parts[0].text:

@@ -20,18 +20,26 @@ class WavWriter:
     """Writes sound to a WAV file as it comes: 16-bit PCM or 32-bit float, as `format` says.
 
     `file` is a path or a seekable binary file, which stays open. The header's sizes are set by
-    `close`; before, a reader sees an empty file."""
+    `flush` and `close`; before, a reader sees an empty file. `streamed`: the file is a pipe, of
+    which nothing can be changed any more; its header says the largest size."""
 
-    def __init__(self, file: str | PathLike[str] | BinaryIO, format: AudioFormat) -> None:
+    def __init__(
+        self,
+        file: str | PathLike[str] | BinaryIO,
+        format: AudioFormat,
+        *,
+        streamed: bool = False,
+    ) -> None:
         # An unknown encoding raises here, before a file is made.
         self._frame_bytes = format.frame_bytes
         self._owned = isinstance(file, str | PathLike)
         self._file: BinaryIO = _opened(file)
-        self._start = self._file.tell()
+        self._streamed = streamed
+        self._start = 0 if streamed else self._file.tell()
         self._data_bytes = 0
         self._closed = False
         self.format = format
-        self._file.write(header(format, 0))
+        self._file.write(header(format, MAX_DATA_BYTES if streamed else 0))
 
     @property
     def samples(self) -> int:
@@ -47,16 +55,22 @@ class WavWriter:
         self._file.write(data)
         self._data_bytes += len(data)
 
+    def flush(self) -> None:
+        """Puts all that was written into the file, as a WAV file that is whole so far."""
+        if not self._streamed:
+            end = self._file.tell()
+            self._file.seek(self._start)
+            self._file.write(header(self.format, self._data_bytes))
+            self._file.seek(end)
+        self._file.flush()
+
     def close(self) -> None:
         """Sets the header's sizes; closes the file if it was opened here. Idempotent."""
         if self._closed:
             return
         self._closed = True
         try:
-            end = self._file.tell()
-            self._file.seek(self._start)
-            self._file.write(header(self.format, self._data_bytes))
-            self._file.seek(end)
+            self.flush()
         finally:
             if self._owned:
                 self._file.close()
