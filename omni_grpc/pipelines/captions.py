@@ -1,4 +1,4 @@
-"""What `smol-shapes` needs of the server: a free sentence becomes a request for the painter's caption."""
+"""The transform of `smol-shapes`: a free sentence becomes a request for the painter's caption."""
 
 from __future__ import annotations
 

@@ -114,8 +114,9 @@ class TalkerStage(_Codec):
             utterances = await loop.run_in_executor(
                 self._executor, partial(self._acoustic.speak, clause, speed=speed)
             )
-            for frames in utterances:
-                yield StageOutput(pack_frames(frames, clause if len(utterances) == 1 else ""))
+            for number, frames in enumerate(utterances):
+                # A clause that is spoken in several pieces: its words go with the first.
+                yield StageOutput(pack_frames(frames, "" if number else clause))
 
 
 class DecoderStage(_Codec):

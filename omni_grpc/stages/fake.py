@@ -2,7 +2,11 @@
 
 What it makes follows the stage's `modality` (engine argument): text echoes the prompt word by word,
 audio gives one tone per word that it hears, image one picture of everything. A script
-(`FakeScript`) overrides how many outputs come, when, how large they are, and what goes wrong."""
+(`FakeScript`) overrides how many outputs come, when, how large they are, and what goes wrong.
+
+With the engine argument `interactive` each output is a chunk, at whose border events apply: any
+prompt and any parameters, of which `reject: true` rejects the event and `encode_ms` makes it slow
+to make ready. They change nothing of what is given."""
 
 from __future__ import annotations
 
@@ -13,19 +17,24 @@ import os
 import signal
 import struct
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 
 from omni_grpc.errors import InvalidField, StageError
 from omni_grpc.ipc import Feed, StageSpec, Task
-from omni_grpc.params import FakeScript, parse_fake_script
+from omni_grpc.params import MAX_FAKE_MS, FakeScript, parse_fake_script
 from omni_grpc.stages.base import Inputs, Segment, Stage, segments
+from omni_grpc.stages.steering import Steering, Track
 from omni_grpc.types import (
     Audio,
     AudioFormat,
     CustomParams,
+    EventChange,
     Finish,
     FinishReason,
     Image,
     ImageFormat,
+    InteractionEvent,
     Messages,
     Modality,
     Payload,
@@ -44,25 +53,35 @@ TONE_SAMPLES = 2400
 PICTURE_SIZE = 32
 
 
-class FakeStage(Stage[FakeScript]):
+@dataclass(frozen=True, slots=True)
+class FakeJob:
+    """A task's script, and the events that come while it runs."""
+
+    script: FakeScript
+    track: Track[None]
+    chunks: Iterator[int] = field(default_factory=count)
+
+
+class FakeStage(Stage[FakeJob]):
     """The stage of engine `fake`."""
 
     def __init__(self, spec: StageSpec) -> None:
         super().__init__(spec)
         self._modality = Modality(spec.engine_args.get("modality", "text"))
         self._load_s = float(spec.engine_args.get("load_s", 0.0))
+        self._interactive = bool(spec.engine_args.get("interactive", False))
 
     async def load(self) -> StageFacts:
         await asyncio.sleep(self._load_s)
+        form: AudioFormat | ImageFormat | None = None
         match self._modality:
             case Modality.AUDIO:
-                return StageFacts(output_format=AUDIO_FORMAT, resumable=True)
+                form = AUDIO_FORMAT
             case Modality.IMAGE:
                 form = ImageFormat("image/png", PICTURE_SIZE, PICTURE_SIZE)
-                return StageFacts(output_format=form, resumable=True)
-        return StageFacts(resumable=True)
+        return StageFacts(output_format=form, resumable=True, interactive=self._interactive)
 
-    async def prepare(self, task: Task) -> FakeScript:
+    async def prepare(self, task: Task) -> FakeJob:
         values = task.params.values if isinstance(task.params, CustomParams) else {}
         script = parse_fake_script(values)
         if script.prepare_ms:
@@ -71,27 +90,47 @@ class FakeStage(Stage[FakeScript]):
             raise InvalidField("params.prepare_fail", "the script refuses the request")
         if task.prompt is not None and not task.streaming and not prompt_words(task.prompt):
             raise InvalidField("prompt", "holds no word")
-        return script
+        return FakeJob(script, Track(None))
+
+    async def steer(
+        self, task: Task, prepared: FakeJob, event: InteractionEvent
+    ) -> list[EventChange]:
+        if not self._interactive:
+            return await super().steer(task, prepared, event)
+        parameters = event.parameters or {}
+        encode_ms = parameters.get("encode_ms", 0.0)
+        if not isinstance(encode_ms, (int, float)) or not 0 <= encode_ms <= MAX_FAKE_MS:
+            path = "event.parameters.encode_ms"
+            raise InvalidField(path, f"must be from 0 to {MAX_FAKE_MS:g}")
+        await asyncio.sleep(encode_ms / 1e3)
+        if parameters.get("reject"):
+            raise InvalidField("event.parameters.reject", "the event asks for it")
+        return prepared.track.submit(Steering(event.event_id, None, event.transition_chunks))
 
     async def run(
-        self, task: Task, prepared: FakeScript, inputs: Inputs
+        self, task: Task, prepared: FakeJob, inputs: Inputs
     ) -> AsyncIterator[StageOutput]:
-        await asyncio.sleep(prepared.first_ms / 1e3)
+        await asyncio.sleep(prepared.script.first_ms / 1e3)
         async for segment in segments(inputs):
-            script, count, words = prepared, 0, 0
+            script, given, words = prepared.script, 0, 0
             if task.resumable and not await segment.begun():
                 continue
             if isinstance(segment.params, CustomParams):
                 script = parse_fake_script(segment.params.values)
             async for payload in self._answer(task, script, segment):
-                if count and script.interval_ms:
+                if given and script.interval_ms:
                     await asyncio.sleep(script.interval_ms / 1e3)
-                await self._break(script, count)
-                count += 1
+                await self._break(script, given)
+                given += 1
+                _, changes = prepared.track.border(next(prepared.chunks), None)
+                for change in changes:
+                    yield StageOutput(event=change)
                 yield StageOutput(payload)
-            await self._break(script, count)
-            words = len(prompt_words(task.prompt)) if task.prompt else count
-            yield self._end(words, count, segment_end=task.resumable)
+            await self._break(script, given)
+            words = len(prompt_words(task.prompt)) if task.prompt else given
+            yield self._end(words, given, segment_end=task.resumable)
+        for change in prepared.track.end():
+            yield StageOutput(event=change)
 
     def _end(self, words: int, count: int, *, segment_end: bool) -> StageOutput:
         if self._modality is Modality.TEXT:

@@ -1,5 +1,5 @@
-"""The stage of engine `live`: a film of the painter's without an end, chunk after chunk, that events
-change while it is made.
+"""The stage of engine `live`: a film of the painter's, chunk after chunk, with or without an end,
+that events change while it is made.
 
 Engine arguments: `chunk_frames`, the frames of a chunk, at whose borders events apply; `fps`;
 `realtime` (false: as fast as it can); `buffer_chunks`, how far it may be ahead of its viewer;
@@ -204,8 +204,8 @@ class LiveStage(Stage[Film]):
     async def _painted(self, film: Film, shot: Shot) -> Tensor:
         """The shot's pictures when all of its steps are done."""
         async with aclosing(self._scheduler.run(shot)) as shots:
-            async for shot in shots:
-                pass
+            async for newest in shots:
+                shot = newest
         film.steps += shot.step
         return shot.x
 
@@ -226,7 +226,7 @@ class LiveStage(Stage[Film]):
             torch.stack([shot.scene.uncond for shot in shots]).repeat_interleave(numbers, 0),
             column([shot.scene.guidance for shot in shots]),
         )
-        parts = x.split([len(shot.x) for shot in shots])
+        parts = torch.split(x, [len(shot.x) for shot in shots])
         return [replace(s, x=part, step=s.step + 1) for s, part in zip(shots, parts, strict=True)]
 
     def statistics(self) -> StageStatistics:

@@ -92,7 +92,7 @@ def read_order(params: DiffusionParams, settings: Settings) -> Order:
     )
 
 
-def read_event(event: InteractionEvent) -> tuple[dict[str, Caption | None], dict[str, float]]:
+def read_event(event: InteractionEvent) -> tuple[dict[str, Caption | None], dict[str, Any]]:
     """What an event changes of a Scene: the captions of `cond` and `uncond` (None: none any more),
     and its numbers. Raises InvalidField below "event" if any part of it is wrong."""
     if event.media:
@@ -103,7 +103,7 @@ def read_event(event: InteractionEvent) -> tuple[dict[str, Caption | None], dict
     if event.negative_prompt is not None:
         path = "event.negative_prompt"
         captions["uncond"] = _parsed(parse_optional, event.negative_prompt, path)
-    numbers: dict[str, float] = {}
+    numbers: dict[str, Any] = {}
     for name, value in (event.parameters or {}).items():
         path = f"event.parameters.{name}"
         match name:

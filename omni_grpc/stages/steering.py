@@ -80,10 +80,10 @@ class Track(Generic[Target]):
     def _begin(self, chunk: int, current: Target) -> list[EventChange]:
         assert self._waiting is not None
         changes = []
+        # What is superseded half way stays visible in the base, but is in force no more.
         self._base, self._base_by = current, self._shown_by
         if self._applied is not None:
             changes.append(EventChange(self._applied.event_id, EventState.SUPERSEDED, chunk))
-            self._base_by = (*self._base_by, self._applied.event_id)
         self._applied, self._waiting, self._done_chunks = self._waiting, None, 0
         changes.append(EventChange(self._applied.event_id, EventState.STARTED, chunk))
         return changes
