@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from omni_grpc.types import Message, Messages, Prompt, Tensors, Text
@@ -9,10 +10,17 @@ from omni_grpc.types import Message, Messages, Prompt, Tensors, Text
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns of one autoregressive stage. `ask` and `answer` build the present turn, `close`
-    ends it; `cut` shortens the answer that was given last."""
+    """The turns of one autoregressive stage. `ask` builds a question, `asked` ends it; `answer`
+    builds the answer to the oldest that has none, `close` ends it. `cut` ends what is asked, and
+    shortens what was answered."""
 
     _turns: list[Message] = field(default_factory=list)
+    next_answer: int = 0
+    """Number of the answer that is closed next."""
+    _answers: dict[int, int] = field(default_factory=dict)
+    """Where in the turns each answer is, by number."""
+    _waiting: deque[list[Message]] = field(default_factory=deque)
+    """Questions without an answer, oldest first."""
     _asked: list[Message] = field(default_factory=list)
     _text: str = ""
     _answer: str = ""
@@ -20,7 +28,7 @@ class Conversation:
     """False once something was asked that messages cannot tell (token ids)."""
 
     def ask(self, prompt: Prompt) -> None:
-        """Input of the present turn."""
+        """A piece of the question that is being asked."""
         match prompt.content:
             case Text(text):
                 self.ask_text(text)
@@ -30,8 +38,14 @@ class Conversation:
                 self.whole = False
 
     def ask_text(self, text: str) -> None:
-        """Text that is appended to the present turn's question."""
+        """Text that is appended to the question that is being asked."""
         self._text += text
+
+    def asked(self) -> None:
+        """The question is complete: it wants its answer."""
+        said = [Message("user", (Text(self._text),))] if self._text else []
+        self._waiting.append([*self._asked, *said])
+        self._asked, self._text = [], ""
 
     def answer(self, text: str) -> None:
         """A piece of the present answer."""
@@ -39,45 +53,54 @@ class Conversation:
 
     def close(self) -> None:
         """The present answer is complete: the turn is over."""
-        self._turns += self._question()
+        self._turns += self._waiting.popleft() if self._waiting else []
+        self._answers[self.next_answer] = len(self._turns)
+        self.next_answer += 1
         self._turns.append(Message("assistant", (Text(self._answer),)))
-        self._asked, self._text, self._answer = [], "", ""
+        self._answer = ""
 
-    def cut(self, heard: str | None) -> None:
-        """The last answer, complete or not, was heard up to `heard` only (None: as it is)."""
-        if self._answer or self._asked or self._text:
+    def cut(self, heard: str | None, number: int | None = None) -> None:
+        """No more is answered of what was asked. Of answer `number` (None: the last one) only
+        `heard` was heard, and nothing of later ones; `heard` None: all, as it is. The question that
+        is being asked stays."""
+        while self._waiting:
             self.close()
-        if heard is not None and self._turns and self._turns[-1].role == "assistant":
-            self._turns[-1] = Message("assistant", (Text(heard),))
+        if heard is None or not self._answers:
+            return
+        first = max(self._answers) if number is None else number
+        for answer, place in self._answers.items():
+            if answer >= first:
+                said = heard if answer == first else ""
+                self._turns[place] = Message("assistant", (Text(said),))
 
     def messages(self) -> tuple[Message, ...]:
         """All turns that are over."""
         return tuple(self._turns)
 
-    def _question(self) -> list[Message]:
-        said = [Message("user", (Text(self._text),))] if self._text else []
-        return [*self._asked, *said]
-
 
 @dataclass(slots=True)
 class Timeline:
-    """Which words sound when, in the answer that is being spoken. Times in milliseconds."""
+    """Which words sound when, in the answer that was spoken last. Times in milliseconds."""
 
+    answer: int | None = None
+    """Number of that answer; None: nothing was spoken."""
+    delivered_ms: float = 0.0
+    """How much of its sound was written."""
     _clauses: list[tuple[str, float]] = field(default_factory=list)
 
-    def speak(self, tensors: Tensors) -> None:
-        """A clause that a talker gave."""
-        if tensors.spoken:
-            self._clauses.append((tensors.spoken, tensors.duration_ms))
+    def speak(self, answer: int, tensors: Tensors) -> None:
+        """A clause of an answer, as a talker gave it; one without words still takes its time."""
+        if not tensors.spoken and not tensors.duration_ms:
+            return
+        if answer != self.answer:
+            self.answer, self.delivered_ms = answer, 0.0
+            self._clauses.clear()
+        self._clauses.append((tensors.spoken, tensors.duration_ms))
 
-    @property
-    def spoken(self) -> bool:
-        """Whether a clause has come."""
-        return bool(self._clauses)
-
-    def clear(self) -> None:
-        """A new answer begins."""
-        self._clauses.clear()
+    def deliver(self, answer: int, duration_ms: float) -> None:
+        """Sound of an answer was written."""
+        if answer == self.answer:
+            self.delivered_ms += duration_ms
 
     def heard(self, played_ms: float) -> str:
         """The words that were heard when `played_ms` had been played; a word that was cut off was

@@ -77,6 +77,7 @@ class Graph:
     def restart(self, keep: StageRun | None, segments: int) -> None:
         """New runs for all stages but `keep`, which begin with segment number `segments`."""
         old, self._stages = self._stages, {}
+        self._retired = [one for one in self._retired if one.holds]
         for name, stage in old.items():
             if stage is keep:
                 self._stages[name] = stage

@@ -160,7 +160,11 @@ class Lane:
         self._numbers += 1
         self._under_way = (chunk, end)
         self._pending = asyncio.get_running_loop().create_future()
-        self._sink.send_chunk(self._numbers, chunk, end=end)
+        try:
+            self._sink.send_chunk(self._numbers, chunk, end=end)
+        except OmniError as error:
+            # No replica takes it now; its number may come again.
+            self.answered(self._numbers, error)
         await asyncio.shield(self._pending)
 
     async def _settled(self) -> None:
@@ -208,11 +212,6 @@ class Lane:
         if self._under_way is not None:
             chunk, end = self._under_way
             self._sink.send_chunk(self._numbers, chunk, end=end)
-
-    @property
-    def answering_more(self) -> bool:
-        """Whether input waits that is not the present answer's: a chunk, or an open segment."""
-        return self._under_way is not None or self._open
 
     def answering(self, answered: int) -> bool:
         """Whether stage 0 owes an answer, having given `answered`; or its word on a chunk."""

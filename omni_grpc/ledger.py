@@ -54,7 +54,9 @@ class Ledger:
         `refusal` is why the request cannot take events at all, if it cannot. A known id is answered
         with its present state, or rejected if the payload differs; neither changes the first.
         """
-        digest = hashlib.blake2b(msgspec.msgpack.encode(event), digest_size=16).digest()
+        # Sorted: a mapping is the same in whatever order its keys came.
+        payload = msgspec.msgpack.encode(event, order="sorted")
+        digest = hashlib.blake2b(payload, digest_size=16).digest()
         known = self._records.get(event.event_id)
         if known is not None and known.digest == digest:
             return EventNotice(known.change, resubmission=True), False
@@ -90,9 +92,14 @@ class Ledger:
         return True, record.listener
 
     def close(self) -> list[tuple[Any, EventChange]]:
-        """The request has ended: every event that has no terminal state expires. (listener,
-        change)."""
+        """The request has ended: every event that has no terminal state expires, and no other is
+        taken. (listener, change)."""
         self._closed = True
+        return self.expire()
+
+    def expire(self) -> list[tuple[Any, EventChange]]:
+        """What was steered has ended: every event that has no terminal state expires. (listener,
+        change)."""
         expired = []
         for event_id, record in self._records.items():
             if not record.change.state.terminal:
@@ -102,11 +109,10 @@ class Ledger:
         return expired
 
     def _forget(self) -> None:
+        # At most MAX_PENDING are passed over: an event that waits for long keeps no other here.
         while len(self._records) > REMEMBERED:
-            oldest = next(iter(self._records))
-            if not self._records[oldest].change.state.terminal:
-                return
-            del self._records[oldest]
+            ended = (i for i, record in self._records.items() if record.change.state.terminal)
+            del self._records[next(ended)]
 
 
 def _rejected(event: InteractionEvent, error: OmniError) -> EventChange:

@@ -97,7 +97,6 @@ class Run:
         self._graph = Graph(self, plan)
         self._ledger = Ledger()
         self._timeline = Timeline()
-        self._delivered_samples = 0
         self._submission = Submission(plan, artifacts, self._deadline_at)
         self._admission: asyncio.Future[None] = self._loop.create_future()
         self._released = asyncio.Event()
@@ -280,11 +279,16 @@ class Run:
 
     # ------------------------------------------------------------ events and interrupts
 
-    def steer(self, event: InteractionEvent, listener: object | None) -> EventNotice:
+    def steer(
+        self, event: InteractionEvent, listener: object | None, refusal: OmniError | None = None
+    ) -> EventNotice:
         """An event for the running generation: the answer to it. What becomes of it later is heard
-        by `listener` (a tap; None: the reader), in its place among the outputs."""
-        stage, refusal = self._graph.interactive, None
-        if self._over:
+        by `listener` (a tap; None: the reader), in its place among the outputs. `refusal` is what
+        is wrong with it, if that was seen before."""
+        stage = self._graph.interactive
+        if refusal is not None:
+            pass
+        elif self._over:
             refusal = NotSupported("the request has ended")
         elif stage is None or stage.handle is None or not stage.holds:
             refusal = NotSupported("no stage of the request takes events")
@@ -296,7 +300,7 @@ class Run:
     def _event_changed(self, change: EventChange) -> None:
         known, listener = self._ledger.changed(change)
         if known:
-            self._outbox.put(Routed(EventNotice(change), listener or self))
+            self._outbox.put(Routed(EventNotice(change), self if listener is None else listener))
 
     def put_notice(self, notice: Notice) -> None:
         """Tells the session that owns this request, before everything that waits."""
@@ -312,45 +316,57 @@ class Run:
     def interrupt(self, played_ms: int | None) -> None:
         """Ends the present answer. Outputs that were not written are dropped, stages that work on
         it are started anew, and a conversation remembers what was heard: `played_ms` of the
-        answer's sound, None all that was written. A request without further input is complete."""
-        if self._over:
+        answer's sound, None all that was written. A request without further input is complete.
+        Before it was admitted, and after its last event was taken, there is nothing to end."""
+        if self.closed or not self._admission.done() or (self.completed and not self._outbox):
             return
         self.epoch += 1
         for output in self._outbox.discard_outputs():
             if stage := self._graph.get(output.stage):
                 stage.cutter.withdraw(output.content)
         self._outbox.put(Routed(Interrupted(self.epoch)))
-        heard = self._heard(played_ms)
-        if self.lane is None or (self.lane.ended and not self.lane.answering_more):
+        if self.completed or self.lane is None or self.lane.ended:
             self._complete()
             return
-        self._restart(heard)
-        self._timeline.clear()
-        self._delivered_samples = 0
+        try:
+            self._restart(played_ms)
+        except OmniError as error:
+            self.close(error)
+        self.regulate()
 
     def _heard(self, played_ms: int | None) -> str | None:
-        """The words of the present answer that were heard; None: what there is, all of it."""
-        form = next((s.node.pool.facts.output_format for s in self._graph if s.final), None)
-        if played_ms is None:
-            if not isinstance(form, AudioFormat) or not self._timeline.spoken:
-                return None
-            played_ms = int(self._delivered_samples * 1e3 / form.sample_rate_hz)
-        return self._timeline.heard(played_ms)
+        """The words of the answer that is spoken which were heard; None: what there is, all of
+        it."""
+        spoken = any(isinstance(s.node.pool.facts.output_format, AudioFormat) for s in self._finals)
+        if not spoken or (played_ms is None and self._timeline.answer is None):
+            return None
+        return self._timeline.heard(
+            self._timeline.delivered_ms if played_ms is None else float(played_ms)
+        )
 
-    def _restart(self, heard: str | None) -> None:
+    @property
+    def _finals(self) -> list[StageRun]:
+        return [stage for stage in self._graph if stage.final]
+
+    def _restart(self, played_ms: int | None) -> None:
         assert self.lane is not None
         entry, segments = self._graph.entry, self.lane.segments
-        remembers = entry.memory is not None
-        keep = entry if entry.answered >= segments and not remembers else None
+        keep = entry if entry.answered >= segments and entry.memory is None else None
+        if keep is None or self._graph.interactive is not keep:
+            self._expire_events(self._ledger.expire())
+        heard = self._heard(played_ms)
         for stage in self._graph:
             if stage.memory is not None:
-                stage.memory.cut(heard)
+                stage.memory.cut(heard, self._timeline.answer)
+                stage.memory.next_answer = segments
         self._graph.restart(keep, segments)
+        for chunk in self.lane.open_chunks:
+            self._note_params(chunk, segments)
         if keep is None:
+            name = entry.node.name
             for chunk in self.lane.open_chunks:
-                self._graph.entry.feed(chunk.payload, prompt=chunk.prompt)
-            if self.lane.ended:
-                self._graph.entry.feed(end=True)
+                params = chunk.params.get(name)
+                self._graph.entry.feed(chunk.payload, prompt=chunk.prompt, params=params)
             self.lane.resend()
 
     # ------------------------------------------------------------ clocks
@@ -460,7 +476,7 @@ class Run:
         if output.usage is not None:
             self.add_usage(output.usage)
         if output.payload is not None:
-            self._remember(stage, output.payload)
+            self._remember(stage, output.segment, output.payload)
             if stage.final:
                 self._emit(stage, output)
             if output.index == 0:
@@ -473,11 +489,11 @@ class Run:
             if output.segment_end:
                 self._segment_ended(stage, output.segment, output.finish.reason)
 
-    def _remember(self, stage: StageRun, payload: Payload) -> None:
+    def _remember(self, stage: StageRun, segment: int, payload: Payload) -> None:
         if stage.memory is not None and isinstance(payload, TextDelta):
             stage.memory.answer(payload.text)
         if isinstance(payload, Tensors):
-            self._timeline.speak(payload)
+            self._timeline.speak(segment, payload)
 
     def _segment_ended(self, stage: StageRun, segment: int, reason: FinishReason) -> None:
         self._touched()
@@ -523,6 +539,8 @@ class Run:
             self.close(self._placed(stage, error))
             return
         stage.ended, stage.ended_at = True, time.perf_counter()
+        if stage is self._graph.interactive:
+            self._expire_events(self._ledger.expire())
         if stage is self._graph.entry and self._graph.group.members:
             # Deferred until the companions are done too, but not for ever.
             self._later("group", GROUP_TIMEOUT_S, self._group_late)
@@ -537,11 +555,11 @@ class Run:
     def _complete(self) -> None:
         """All wanted outputs are there: what else runs for them stops. The request stays in flight
         until its reader has taken everything."""
+        self._expire_events(self._ledger.close())
         self._put(self._report.finished(self._graph))
         self.completed = True
         if self.lane is not None:
             self.lane.close(None)
-        self._expire_events()
         self._outbox.close(discard=False)
         self._graph.abort()
         self._ended_event.set()
@@ -591,12 +609,16 @@ class Run:
     def _number(self, event: Event) -> Numbered:
         self._emitted = self._emitted or isinstance(event, Output)
         if isinstance(event, Output) and isinstance(event.content, AudioChunk):
-            chunk = event.content
-            self._delivered_samples += len(chunk.data) // chunk.format.frame_width
+            form = event.content.format
+            samples = len(event.content.data) // form.frame_width
+            self._timeline.deliver(event.segment, samples * 1e3 / form.sample_rate_hz)
         numbered = Numbered(self._next_seq, self.epoch, event)
         self._next_seq += 1
         for tap in self.taps:
             tap.put(numbered)
+            if tap.congested:
+                # Its session is told so; what it did not read is freed now.
+                tap.overrun()
         return numbered
 
     # ------------------------------------------------------------ the end
@@ -620,8 +642,10 @@ class Run:
             self._admission.exception()
         if self.lane is not None:
             self.lane.close(error)
-        self._expire_events()
         self._outbox.close(discard=error is not None)
+        # Those that listen hear of their events even where all else is dropped.
+        for listener, change in self._ledger.close():
+            self._tell(listener, EventNotice(change))
         for tap in self.taps:
             tap.close(discard=False)
         self._graph.abort()
@@ -630,9 +654,15 @@ class Run:
         self._ended_event.set()
         self.stage_released()
 
-    def _expire_events(self) -> None:
-        for listener, change in self._ledger.close():
-            self._outbox.put(Routed(EventNotice(change), listener or self))
+    def _expire_events(self, expired: Iterable[tuple[Any, EventChange]]) -> None:
+        for listener, change in expired:
+            self._outbox.put(Routed(EventNotice(change), self if listener is None else listener))
+
+    def _tell(self, listener: Outbox | None, notice: Notice) -> None:
+        if listener is None:
+            self.put_notice(notice)
+        else:
+            listener.put_urgent(Routed(notice, listener))
 
     def stage_released(self) -> None:
         """Notes that a replica let go; with the last one the run is released."""
@@ -662,6 +692,8 @@ def remember(memory: Conversation, chunk: Chunk) -> None:
         memory.ask(chunk.prompt)
     if isinstance(chunk.payload, TextDelta):
         memory.ask_text(chunk.payload.text)
+    if chunk.end_of_segment:
+        memory.asked()
 
 
 def _place(field: str, params: str, root: str) -> str:

@@ -105,6 +105,8 @@ class StageRun:
         """Sends input, with the present segment's own parameters in front."""
         params = params or self.segment_params.pop(self._segment, None)
         self._segment += end_of_segment
+        if end_of_segment and number is None and self.memory is not None:
+            self.memory.asked()
         self.heard_at = asyncio.get_running_loop().time()
         if payload is not None and number is None:
             self._ahead += payload_size(payload)

@@ -70,12 +70,12 @@ class Generation(RuleBasedStateMachine):
             assert change.state in allowed[life.states[-1]]
             life.states.append(change.state)
 
-    @rule(target=st.integers(0, 9), transition=st.sampled_from([0, 1, 2, 3, 7]))
-    def submit(self, target: int, transition: int) -> None:
+    @rule(aim=st.integers(0, 9), transition=st.sampled_from([0, 1, 2, 3, 7]))
+    def submit(self, aim: int, transition: int) -> None:
         name = f"e{len(self.lives)}"
         waiting = self.in_state(QUEUED)
-        self.lives[name] = Life(float(target), max(1, transition), [QUEUED])
-        changes = self.track.submit(Steering(name, float(target), transition))
+        self.lives[name] = Life(float(aim), max(1, transition), [QUEUED])
+        changes = self.track.submit(Steering(name, float(aim), transition))
         if self.ended:
             assert states(changes) == [(name, EXPIRED, None)]
         else:
@@ -121,7 +121,7 @@ class Generation(RuleBasedStateMachine):
         distances = abs(life.target - shown(blend)), abs(life.target - self.value)
         assert distances[0] <= distances[1], "each chunk is nearer to it"
 
-    @precondition(lambda self: self.chunk > 2)
+    @precondition(lambda self: self.chunk > 12)
     @rule()
     def end(self) -> None:
         left = [*self.in_state(STARTED), *self.in_state(QUEUED)]

@@ -59,7 +59,7 @@ class RecognitionStage(Stage[dict[str, Item]], Generic[Item]):
     async def prepare(self, task: Task) -> dict[str, Item]:
         if task.prompt is None:
             raise NotSupported(f"stage {self.spec.stage!r} takes prompts, not a stage's outputs")
-        _refuse_params(task)
+        refuse_params(task)
         found = prompt_media(task.prompt, self.policy)
         for path, media in found:
             if media.modality is not self.modality:
@@ -73,25 +73,30 @@ class RecognitionStage(Stage[dict[str, Item]], Generic[Item]):
     async def run(
         self, task: Task, prepared: dict[str, Item], inputs: Inputs
     ) -> AsyncIterator[StageOutput]:
-        loop = asyncio.get_running_loop()
         heard = False
         for place, item in enumerate(prepared.values()):
             if place:
                 yield StageOutput(TextDelta(SEPARATOR))
-            pieces = await loop.run_in_executor(self._executor, self.recognize, item)
-            # Between two pieces the task may be cancelled.
-            while piece := await loop.run_in_executor(self._executor, next, pieces, ""):
+            async for piece in self.pieces(item):
                 heard = True
                 yield StageOutput(TextDelta(piece))
         if not heard:
             raise invalid_media(next(iter(prepared)), self.nothing)
         yield StageOutput(finish=Finish(FinishReason.COMPLETE))
 
+    async def pieces(self, item: Item) -> AsyncIterator[str]:
+        """The text of a medium, piece by piece. Between two of them the task may be cancelled."""
+        loop = asyncio.get_running_loop()
+        pieces = await loop.run_in_executor(self._executor, self.recognize, item)
+        while piece := await loop.run_in_executor(self._executor, next, pieces, ""):
+            yield piece
+
     async def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)
 
 
-def _refuse_params(task: Task) -> None:
+def refuse_params(task: Task) -> None:
+    """Raises InvalidField for any parameter: these stages have none."""
     values = task.params.values if isinstance(task.params, CustomParams) else {}
     for name in values:
         raise InvalidField(f"params.{name}", "the stage has no settings")

@@ -89,6 +89,11 @@ class Draft:
             raise InvalidField("prompt", "a segment is of one form: text, messages or token ids")
         return draft
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was asked."""
+        return not (self.text or self.messages or self.ids)
+
     def prompt(self) -> t.Prompt:
         """The draft as a prompt."""
         if self.messages:
@@ -140,6 +145,10 @@ class Session:
         """
         await self.idle.wait()
         draft = self.draft.added(feed)
+        if draft.empty:
+            # A stage before it had nothing to say: there is nothing to answer.
+            self.draft = draft
+            return
         size = len(draft.text)
         if (
             feed.end_of_segment

@@ -238,6 +238,10 @@ class VllmStage(Stage[Submitted | Session]):
                         await session.update(feed)
                 if not segment.closed:
                     continue
+                if session.ready is None:
+                    nothing = t.Finish(t.FinishReason.COMPLETE)
+                    yield t.StageOutput(finish=nothing, segment_end=True)
+                    continue
                 used, generated, finish = session.next_length, 0, None
                 async for output in session.answer():
                     generated += sum(len(c.token_ids) for c in output.outputs)
