@@ -54,6 +54,15 @@ def check_content(prompt: Prompt, pipeline: Pipeline, path: str) -> None:
         raise unsupported(f"{path}.negative_text", f"pipeline {pipeline.name!r} has no guidance")
 
 
+def media_bytes(prompt: Prompt) -> int:
+    """Bytes of media that the request itself brings."""
+    sizes = (
+        len(item.data or b"") + (len(item.tensor.data) if item.tensor else 0)
+        for _, item in media_of(prompt, "prompt")
+    )
+    return sum(sizes)
+
+
 def media_of(prompt: Prompt, path: str) -> Iterator[tuple[str, Media]]:
     """(path, item) of every medium of a prompt, in order."""
     for place, item in enumerate(prompt.media):
@@ -139,12 +148,15 @@ def unsupported(field: str, description: str) -> OmniError:
     return NotSupported(f"{field}: {description}", violations=(Violation(field, description),))
 
 
-def check_resumable(needed: Iterable[StageNode], params: Mapping[str, Params], path: str) -> None:
-    """Whether all stages that will run take input in segments, with these parameters."""
+def check_resumable(
+    needed: Iterable[StageNode], params: Mapping[str, Params], paths: Mapping[str, str]
+) -> None:
+    """Whether all stages that will run take input in segments, with these parameters. `paths`:
+    where the client set them."""
     for node in needed:
         if not node.pool.facts.resumable:
             raise unsupported("resumable", f"stage {node.name!r} does not take input in segments")
-        check_segment(params[node.name], f"{path}({node.name})")
+        check_segment(params[node.name], paths.get(node.name, f"stage_params({node.name})"))
 
 
 def check_segment(params: Params, path: str) -> None:

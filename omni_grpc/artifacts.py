@@ -17,10 +17,14 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+OWNED = "request-"
+"""What the names begin with of the folders below the root that belong to a request."""
+
 
 class Artifacts:
     """One request's directories below the server's artifact root, or those that one chunk of its
-    input brought.
+    input brought: all in one folder, so that what a transform makes beside them and tells nobody of
+    goes too.
 
     Transforms use it from threads, which nothing can stop: what is deleted while one works is
     deleted when it has ended, with all that it made in between.
@@ -31,6 +35,7 @@ class Artifacts:
         self._whole = whole or self
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
+        self._folder: Path | None = None
         self._directories: list[Path] = []
         self._parts: list[Artifacts] = []
         self._users = 0
@@ -71,27 +76,36 @@ class Artifacts:
         """
         with self._lock:
             self._check_open()
-            self._root.mkdir(parents=True, exist_ok=True)
-            directory = Path(tempfile.mkdtemp(dir=self._root))
+            if self._folder is None:
+                self._root.mkdir(parents=True, exist_ok=True)
+                self._folder = Path(tempfile.mkdtemp(prefix=OWNED, dir=self._root))
+            directory = Path(tempfile.mkdtemp(dir=self._folder))
             self._directories.append(directory)
         return directory
 
     def adopt(self, directories: Iterable[Path]) -> None:
         """Makes the request the owner of directories that a transform made by itself.
 
-        Raises ValueError for one that is not below the artifact root, since it would be deleted;
-        the others are adopted all the same.
+        Raises ValueError for one that is not below the artifact root, or is another request's,
+        since it would be deleted; the others are adopted all the same.
         """
         foreign = None
         for directory in directories:
             resolved = directory.resolve()
-            if resolved == self._root or not resolved.is_relative_to(self._root):
+            if not self._may_own(resolved):
                 foreign = directory
             elif resolved not in self._whole.directories:
                 with self._lock:
                     self._directories.append(resolved)
         if foreign is not None:
-            raise ValueError(f"{foreign} is not below the artifact root")
+            raise ValueError(f"{foreign} is not this request's, below the artifact root")
+
+    def _may_own(self, resolved: Path) -> bool:
+        if resolved == self._root or not resolved.is_relative_to(self._root):
+            return False
+        top = self._root / resolved.relative_to(self._root).parts[0]
+        ours = [one._folder for one in (self, self._whole, *self._whole._parts)]
+        return resolved != top if top in ours else not top.name.startswith(OWNED)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -105,12 +119,9 @@ class Artifacts:
         return [*self._directories, *(path for part in self._parts for path in part.directories)]
 
     def keep(self) -> None:
-        """The chunk was taken: what it brought stays as long as the request."""
-        if not self._closed:
-            with self._lock:
-                kept = self._take()
-            self._whole._directories.extend(kept)
-            self._whole._parts.remove(self)
+        """The chunk was taken: what it brought, if anything, stays as long as the request."""
+        if not (self._folder or self._directories):
+            self.delete()
 
     def delete(self) -> None:
         """Deletes them all, soon and off the event loop. Idempotent."""
@@ -135,7 +146,7 @@ class Artifacts:
 
     def _take(self) -> list[Path]:
         doomed, self._directories = self._directories, []
-        return doomed
+        return doomed if self._folder is None else [*doomed, self._folder]
 
     def _remove(self, directories: list[Path]) -> None:
         for directory in directories:

@@ -48,7 +48,8 @@ class StageConfig(Frozen):
     `python` the stage class's import path, `package.module:Class`."""
     devices: tuple[str, ...] = ("cpu",)
     """One per replica, or one for all: "cpu", "cuda:0", "cuda:0,1" (tensor parallel over two), or
-    "auto": the first GPU where there is one, else the CPU."""
+    "auto": the first GPU where there is one, else the CPU. "{replica}" in it is the replica's
+    number."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads for computing on the CPU (OMP_NUM_THREADS); None: the libraries' own default."""
@@ -75,6 +76,13 @@ class StageConfig(Frozen):
     stage_timeout: Seconds = 120.0
     """Longest silence of a task that has input to work on."""
     restart: RestartPolicy = RestartPolicy()
+    balance: Literal["least-work", "round-robin", "random"] = "least-work"
+    """Which replica takes a new task."""
+    max_tasks: Annotated[int, Field(ge=1)] | None = None
+    """Tasks that one replica may hold; None: no limit of its own."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of each of its devices' memory that one replica takes (vLLM's gpu_memory_utilization).
+    Shares of replicas on one device are summed when the server starts, and must fit."""
 
     @model_validator(mode="after")
     def _check(self) -> StageConfig:
@@ -104,6 +112,7 @@ class StageConfig(Frozen):
     def device(self, replica: int) -> str:
         """The device of a replica, "auto" resolved."""
         device = self.devices[replica if len(self.devices) > 1 else 0]
+        device = device.replace("{replica}", str(replica))
         if device != "auto":
             return device
         return "cuda:0" if Path("/dev/nvidia0").exists() else "cpu"
@@ -129,6 +138,9 @@ class PipelineConfig(Frozen):
     stages: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
     max_duration: Seconds = 600.0
     """Longest time that a request may take; also the deadline of one that brings none."""
+    retry: bool = True
+    """Whether a request that has given nothing goes to another replica, once, when its own is
+    lost."""
     input_timeout: Seconds = 60.0
     """Longest wait for the next input of a resumable request."""
 
@@ -194,6 +206,12 @@ class ServerConfig(Frozen):
     max_receive_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 64 << 20
     max_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Requests that run or wait at once."""
+    max_tenant_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
+    """Of these, requests of one tenant."""
+    max_media_bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    """Bytes of media that running requests may have brought."""
+    max_tenant_media_bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    """Of these, bytes of one tenant."""
     queue_bytes: Annotated[int, Field(ge=1 << 16)] = 4 << 20
     """Output that waits for one client before its stages pause."""
     write_timeout: Seconds = 30.0

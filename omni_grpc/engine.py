@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from omni_grpc.admission import (
@@ -19,11 +20,13 @@ from omni_grpc.admission import (
     check_options,
     check_prompt,
     check_resumable,
+    media_bytes,
     requested_params,
     resolve_chunk,
 )
+from omni_grpc.budget import Budget, Share
 from omni_grpc.config import ServerConfig
-from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, PipelineNotFound, QueueFull
+from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, OmniError, PipelineNotFound
 from omni_grpc.lane import Chunk, Feeder, Lane, Summary
 from omni_grpc.orchestrator import AbortOutcome, Orchestrator
 from omni_grpc.params import merge
@@ -62,6 +65,7 @@ class Engine:
         self.default = default
         self.settings = settings
         self.orchestrator = Orchestrator(settings.queue_bytes, artifact_root)
+        self.budget = Budget(settings)
         self.draining = False
 
     # ------------------------------------------------------------ requests
@@ -76,12 +80,13 @@ class Engine:
         if request.timeout_s is not None and request.timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed before the request came")
         plan = self.plan(request)
-        if len(self.orchestrator) >= self.settings.max_requests:
-            raise QueueFull(
-                f"the server holds {self.settings.max_requests} requests, its most",
-                retry_after_s=RETRY_S,
-            )
-        run = self.orchestrator.open(plan)
+        share = Share(request.options.tenant, media_bytes(request.prompt))
+        self.budget.take(share)
+        try:
+            run = self.orchestrator.open(plan, partial(self.budget.give, share))
+        except OmniError:
+            self.budget.give(share)
+            raise
         await run.admit()
         return run
 
@@ -101,7 +106,7 @@ class Engine:
             )
             check_answers(params[node.name], node, needed, path)
         if request.resumable:
-            check_resumable(needed, params, "stage_params")
+            check_resumable(needed, params, paths)
         limit = pipeline.config.max_duration
         return Plan(
             request=request if request.request_id else _with_id(request, f"req-{uuid.uuid4().hex}"),

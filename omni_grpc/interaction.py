@@ -7,11 +7,21 @@ for its own abort and for leaving what it opened."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from omni_grpc.admission import resolve_chunk
-from omni_grpc.errors import AbortedByClient, NotResumable, OmniError, SlowConsumer
+from omni_grpc.errors import (
+    AbortedByClient,
+    ErrorRecord,
+    FeederActive,
+    InternalError,
+    NotResumable,
+    OmniError,
+    SlowConsumer,
+    Violation,
+)
 from omni_grpc.lane import Feeder
 from omni_grpc.outbox import Numbered, Outbox, Routed
 from omni_grpc.run import Run
@@ -22,6 +32,8 @@ from omni_grpc.types import (
     UpdateChunk,
     UpdateRejected,
 )
+
+log = logging.getLogger(__name__)
 
 QUEUED_UPDATES = 256
 """Chunks of input that may wait in a session before its client is made to wait."""
@@ -37,8 +49,18 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class BadEvent:
+    """An event that cannot be one, and why; `event` is what can be said of it."""
+
+    event: InteractionEvent
+    error: OmniError
+
+
+@dataclass(frozen=True, slots=True)
 class EndInput:
-    """No more input."""
+    """No more input. `half_closed`: the client says nothing any more at all."""
+
+    half_closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +75,7 @@ class AbortSession:
     """The request is aborted."""
 
 
-Message = Update | EndInput | InteractionEvent | Interrupt | AbortSession
+Message = Update | EndInput | InteractionEvent | BadEvent | Interrupt | AbortSession
 
 
 class Session:
@@ -81,13 +103,17 @@ class Session:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._feeder is not None:
-            self._feeder.__exit__()
+        self._leave()
         if self._owner:
             # Synchronous on purpose: when the client left, an await here may never come back.
             self.run.close(AbortedByClient("the client left"))
         elif self._tap is not None:
             self.run.taps.remove(self._tap)
+
+    def _leave(self) -> None:
+        if self._feeder is not None:
+            self._feeder.__exit__()
+            self._feeder = None
 
     # ------------------------------------------------------------ to the client
 
@@ -97,7 +123,7 @@ class Session:
             return await self.run.next()
         while True:
             item = await self._tap.get()
-            if self._tap.congested:
+            if self._tap.overran:
                 raise SlowConsumer("the session did not read what it attached to")
             if isinstance(item, Routed):
                 return item.notice
@@ -124,8 +150,11 @@ class Session:
             async for message in messages:
                 await self._act(message)
             if self._owner:
-                await self._updates.put(EndInput())
+                await self._updates.put(EndInput(half_closed=True))
             await self._updates.join()
+            if not self._owner:
+                # It feeds no more; the request's own input goes on, from another feeder.
+                self._leave()
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
@@ -134,6 +163,8 @@ class Session:
         match message:
             case InteractionEvent():
                 self._tell(self.run.steer(message, self._tap))
+            case BadEvent(event, error):
+                self._tell(self.run.steer(event, self._tap, error))
             case Interrupt(played_ms):
                 self.run.interrupt(played_ms)
             case AbortSession():
@@ -147,13 +178,22 @@ class Session:
             try:
                 await self._feed_one(update)
             except OmniError as error:
-                if isinstance(update, Update):
-                    self._tell(UpdateRejected(update.seq, error.record()))
-                elif self.run.lane is not None:
-                    # Its input ended without ever holding anything: that is the request's end.
-                    self.run.close(error)
+                self._refuse(update, error)
+            except Exception:
+                log.exception("request %s: an update", self.run.request_id)
+                self._refuse(update, InternalError("internal error"))
             finally:
                 self._updates.task_done()
+
+    def _refuse(self, update: Update | EndInput, error: OmniError) -> None:
+        lane = self.run.lane
+        if isinstance(update, Update):
+            self._tell(UpdateRejected(update.seq, _as_update(error)))
+        elif lane is not None and not update.half_closed:
+            self._tell(UpdateRejected(lane.next_seq, _as_update(error)))
+        elif not isinstance(error, FeederActive) and not self.run.completed:
+            # Nobody is left who could put it right. With another feeder it is that one's to end.
+            self.run.close(error)
 
     async def _feed_one(self, update: Update | EndInput) -> None:
         if self.run.lane is None:
@@ -169,3 +209,18 @@ class Session:
             await self._feeder.push(chunk)
         elif update.error is not None:
             raise update.error
+
+
+def _as_update(error: OmniError) -> ErrorRecord:
+    """The error with paths of a session's message: what is a chunk elsewhere is its update."""
+    record, violations = error.record(), tuple(map(_renamed, error.violations))
+    if violations == record.violations:
+        return record
+    message = "; ".join(f"{v.field}: {v.description}" for v in violations[:5])
+    return ErrorRecord(record.reason, message, violations, record.retry_after_s)
+
+
+def _renamed(violation: Violation) -> Violation:
+    head, dot, rest = violation.field.partition(".")
+    field = "update" + dot + rest if head == "chunk" else violation.field
+    return Violation(field, violation.description)

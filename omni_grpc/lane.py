@@ -160,11 +160,7 @@ class Lane:
         self._numbers += 1
         self._under_way = (chunk, end)
         self._pending = asyncio.get_running_loop().create_future()
-        try:
-            self._sink.send_chunk(self._numbers, chunk, end=end)
-        except OmniError as error:
-            # No replica takes it now; its number may come again.
-            self.answered(self._numbers, error)
+        self.resend()
         await asyncio.shield(self._pending)
 
     async def _settled(self) -> None:
@@ -208,10 +204,15 @@ class Lane:
         return not self.ended and self._under_way is None
 
     def resend(self) -> None:
-        """Stage 0 has a new task: the chunk that was under way goes to it."""
-        if self._under_way is not None:
-            chunk, end = self._under_way
+        """Sends the chunk that is under way: once, and again when stage 0 has a new task."""
+        if self._under_way is None:
+            return
+        chunk, end = self._under_way
+        try:
             self._sink.send_chunk(self._numbers, chunk, end=end)
+        except OmniError as error:
+            # No replica takes it now: it leaves no trace, and its number may come again.
+            self.answered(self._numbers, error)
 
     def answering(self, answered: int) -> bool:
         """Whether stage 0 owes an answer, having given `answered`; or its word on a chunk."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -42,12 +42,19 @@ class Orchestrator:
         """Requests that run or wait."""
         return len(self._runs)
 
-    def open(self, plan: Plan) -> Run:
-        """A run for the plan, registered before anything is submitted. Raises DuplicateRequest."""
+    def open(self, plan: Plan, on_closed: Callable[[], None] = lambda: None) -> Run:
+        """A run for the plan, registered before anything is submitted; `on_closed` is called when
+        it ends, in whatever way. Raises DuplicateRequest."""
         request_id = plan.request.request_id
         if request_id in self._runs:
             raise DuplicateRequest(f"request {request_id!r} is in flight")
-        run = Run(plan, self._queue_bytes, Artifacts(self._artifact_root), self._closed)
+        artifacts = Artifacts(self._artifact_root)
+
+        def closed(run: Run) -> None:
+            self._closed(run)
+            on_closed()
+
+        run = Run(plan, self._queue_bytes, artifacts, closed)
         self._runs[request_id] = run
         self._idle.clear()
         return run

@@ -17,6 +17,7 @@ from omni_grpc.types import (
     AudioChunk,
     Content,
     Event,
+    Finished,
     Image,
     ImageChunk,
     Notice,
@@ -73,8 +74,8 @@ class Numbered:
 
 Queued = Event | Routed | Numbered
 """What an outbox holds. A reader's holds events and notices, a tap's numbered copies."""
-DISCARDED = (Output, StageProgress, SegmentEnd)
-"""What an interrupt drops."""
+DISCARDED = (Output, StageProgress, SegmentEnd, Finished)
+"""What an interrupt drops; the end comes again behind it."""
 
 
 class Outbox:
@@ -86,6 +87,8 @@ class Outbox:
         self._urgent: deque[Queued] = deque()
         self._bytes = 0
         self._closed = False
+        self.overran = False
+        """Whether its reader was too slow."""
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -112,11 +115,13 @@ class Outbox:
         self._wake()
 
     def discard_outputs(self) -> list[Output]:
-        """Drops the outputs, progress and segment ends that wait, and gives the outputs back."""
+        """Drops the outputs, progress and ends that wait, and gives the outputs back. Where nothing
+        was to come any more, the end may come again."""
         dropped = [event for event, _ in self._events if isinstance(event, Output)]
         kept = [pair for pair in self._events if not isinstance(pair[0], DISCARDED)]
         self._events = deque(kept)
         self._bytes = sum(size for _, size in kept)
+        self._closed = False
         return dropped
 
     def put(self, event: Queued) -> None:
@@ -133,6 +138,11 @@ class Outbox:
         self._events.append((event, size))
         self._bytes += size
         self._wake()
+
+    def overrun(self) -> None:
+        """The reader is too far behind: what waits is dropped, and nothing is taken any more."""
+        self.overran = True
+        self.close(discard=True)
 
     def close(self, *, discard: bool) -> None:
         """Nothing comes any more. `discard`: what waits is dropped too."""
@@ -198,6 +208,8 @@ def _fits(a: TextDelta, b: TextDelta) -> bool:
 def event_size(event: Queued) -> int:
     """Approximate size of an event, in bytes."""
     match event:
+        case Numbered(event=inner):
+            return event_size(inner)
         case Output(content=TextDelta() as delta):
             return EVENT_OVERHEAD + text_size(delta)
         case Output(content=AudioChunk() | ImageChunk() | VideoChunk() | TensorChunk() as content):

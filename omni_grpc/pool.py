@@ -12,18 +12,23 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zmq.asyncio
 
+from omni_grpc.balance import Balancer
 from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.embedded import resolve
-from omni_grpc.errors import StageUnavailable, StartError
+from omni_grpc.errors import QueueFull, StageUnavailable, StartError
 from omni_grpc.ipc import StageSpec
+from omni_grpc.placement import Starts, width_of
 from omni_grpc.replica import Replica, ReplicaStatistics, State
 from omni_grpc.types import StageFacts, StageStatistics
 
 log = logging.getLogger(__name__)
 
+FULL_RETRY_S = 1.0
+"""When to come back to a stage whose replicas are full."""
 LOADING_RETRY_S = 5.0
 """When to come back to a stage that has never been ready: models take a while to load."""
 
@@ -35,6 +40,7 @@ class Runtime:
     context: zmq.asyncio.Context
     folder: Path
     settings: ServerConfig
+    starts: Starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,8 @@ class Slot:
     async def _launch(self) -> None:
         self._generation += 1
         self.replica = self._pool.make_replica(self.number, self._generation)
-        await self.replica.start()
+        async with self._pool.runtime.starts.turn(self._pool.config.device(self.number)):
+            await self.replica.start()
         self.was_ready = True
         self._pool.changed()
 
@@ -122,7 +129,8 @@ class StagePool:
     def __init__(self, pipeline: str, config: StageConfig, runtime: Runtime) -> None:
         self.pipeline = pipeline
         self.config = config
-        self._runtime = runtime
+        self.runtime = runtime
+        self._balancer = Balancer(config.balance)
         self._slots = [Slot(self, number) for number in range(config.replicas)]
         self._observers: list[Callable[[], None]] = []
 
@@ -161,11 +169,19 @@ class StagePool:
             raise failures.exceptions[0] from None
 
     def acquire(self) -> Replica:
-        """The ready replica with the fewest tasks. Raises StageUnavailable if there is none."""
+        """The ready replica that its policy picks. Raises StageUnavailable if there is none,
+        QueueFull if all hold as many tasks as they may."""
         ready = [slot.replica for slot in self._slots if slot.replica and slot.ready]
         if not ready:
             raise self._unavailable()
-        return min(ready, key=lambda replica: replica.running)
+        most = self.config.max_tasks
+        free = [replica for replica in ready if most is None or replica.running < most]
+        if not free:
+            raise QueueFull(
+                f"the replicas of stage {self.config.name!r} hold {most} tasks each, their most",
+                retry_after_s=FULL_RETRY_S,
+            )
+        return self._balancer.pick(free)
 
     def _unavailable(self) -> StageUnavailable:
         if any(slot.was_ready for slot in self._slots):
@@ -193,7 +209,7 @@ class StagePool:
 
     def make_replica(self, number: int, generation: int) -> Replica:
         """A replica for a slot, not yet started."""
-        config, settings = self.config, self._runtime.settings
+        config, settings = self.config, self.runtime.settings
         spec = StageSpec(
             pipeline=self.pipeline,
             stage=config.name,
@@ -201,12 +217,24 @@ class StagePool:
             engine=config.engine,
             model=config.model if config.engine == "python" else str(resolve(config.model)),
             device=config.device(number),
-            engine_args=config.engine_args,
+            engine_args=placed_arguments(config, config.device(number)),
             lora_adapters=config.lora_adapters,
             media=settings.media.model_dump(),
         )
         socket = (
-            self._runtime.folder / f"{self.pipeline[:20]}-{config.name[:20]}-{number}-{generation}"
+            self.runtime.folder / f"{self.pipeline[:20]}-{config.name[:20]}-{number}-{generation}"
         )
         address = f"ipc://{socket}" if settings.ipc == "ipc" else f"{settings.ipc}:*"
-        return Replica(spec, config, settings, self._runtime.context, address)
+        return Replica(spec, config, settings, self.runtime.context, address)
+
+
+def placed_arguments(config: StageConfig, device: str) -> dict[str, Any]:
+    """A stage's engine arguments with what its placement says: for vLLM, its share of the memory
+    and over how many devices it is spread."""
+    placed: dict[str, Any] = {}
+    if config.engine == "vllm":
+        if config.memory_fraction is not None:
+            placed["gpu_memory_utilization"] = config.memory_fraction
+        if width_of(device) > 1:
+            placed["tensor_parallel_size"] = width_of(device)
+    return {**placed, **config.engine_args}

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq.asyncio
 
+from omni_grpc.balance import estimate
 from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.errors import OmniError, StageUnavailable, StartError
 from omni_grpc.ipc import (
@@ -65,6 +66,7 @@ from omni_grpc.types import (
     StageFacts,
     StageOutput,
     StageStatistics,
+    TextDelta,
 )
 
 log = logging.getLogger(__name__)
@@ -117,6 +119,8 @@ class TaskHandle:
     id: int
     replica: Replica
     sink: TaskSink
+    work: float
+    """What it was taken to be when it was sent, less what it has given since."""
     _owed: int = field(default=0, init=False)
     """Bytes of output that were taken and not yet credited."""
     held: bool = field(default=False, init=False)
@@ -190,6 +194,7 @@ class Replica:
         self._tasks: dict[int, TaskHandle] = {}
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._statistics = StageStatistics()
+        self._sent_work = 0.0
         self._last_sign = self._loop.time()
         self._sampled: float | None = None
         self._ready = self._loop.create_future()
@@ -209,6 +214,15 @@ class Replica:
     def running(self) -> int:
         """Tasks that the replica holds, being aborted included."""
         return len(self._tasks)
+
+    @property
+    def work(self) -> float:
+        """Work that is left: what the last heartbeat told and what was sent since, or, from a stage
+        that does not tell, what its tasks were taken to be."""
+        told = self._statistics.work_left
+        if told is not None:
+            return told + self._sent_work
+        return sum(handle.work for handle in self._tasks.values())
 
     def statistics(self) -> ReplicaStatistics:
         """The present load."""
@@ -360,7 +374,9 @@ class Replica:
         READY."""
         if self.state is not State.READY:
             raise StageUnavailable(f"replica {self.name} is {self.state.value}")
-        handle = self._tasks[task.id] = TaskHandle(task.id, self, sink)
+        work = estimate(task.params, task.prompt)
+        handle = self._tasks[task.id] = TaskHandle(task.id, self, sink, work)
+        self._sent_work += work
         self.send(Submit(task))
         return handle
 
@@ -402,6 +418,8 @@ class Replica:
                 # A task that is not there was lost or ended: late words about it are dropped.
                 if handle := self._tasks.get(task_id):
                     handle.owe(output_size(output))
+                    if isinstance(output.payload, TextDelta):
+                        handle.work = max(0.0, handle.work - len(output.payload.token_ids))
                     handle.sink.on_output(output)
             case Admitted(task_id, prepare_ms):
                 if handle := self._tasks.get(task_id):
@@ -422,6 +440,7 @@ class Replica:
                     handle.sink.on_taken(size)
             case Heartbeat():
                 self._statistics, self._sampled = message.statistics, self._loop.time()
+                self._sent_work = 0.0
             case _:
                 self._handle_control(message)
 

@@ -105,6 +105,7 @@ class Run:
         self._report = Report()
         self._touched_at = self._loop.time()
         self._chunk: Chunk | None = None
+        self._retried = False
         self._chunk_artifacts: Artifacts | None = None
         """What the chunk that is under way brought."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -174,7 +175,8 @@ class Run:
         replica = entry.node.pool.acquire()
         # Nobody reads before all are admitted, and outputs of the first may come before the last
         # is: `accepted` is first.
-        self._put(self._accepted())
+        if not self._retried:
+            self._put(self._accepted())
         self._report.submitted()
         for member in self._graph.group.members:
             member.began(replica.submit(member.task, member))
@@ -318,21 +320,31 @@ class Run:
         it are started anew, and a conversation remembers what was heard: `played_ms` of the
         answer's sound, None all that was written. A request without further input is complete.
         Before it was admitted, and after its last event was taken, there is nothing to end."""
-        if self.closed or not self._admission.done() or (self.completed and not self._outbox):
+        if self.closed or not self._admission.done() or (self.completed and not len(self._outbox)):
             return
         self.epoch += 1
         for output in self._outbox.discard_outputs():
             if stage := self._graph.get(output.stage):
                 stage.cutter.withdraw(output.content)
+        keep = self._untouched()
+        if keep is None or keep is not self._graph.interactive:
+            self._expire_events(self._ledger.expire())
         self._outbox.put(Routed(Interrupted(self.epoch)))
         if self.completed or self.lane is None or self.lane.ended:
             self._complete()
             return
         try:
-            self._restart(played_ms)
+            self._restart(self.lane, keep, self._heard(played_ms))
         except OmniError as error:
             self.close(error)
         self.regulate()
+
+    def _untouched(self) -> StageRun | None:
+        """Stage 0, if it has no part in the present answer and need not begin anew."""
+        entry = self._graph.entry
+        if self.lane is None or entry.memory is not None or entry.answered < self.lane.segments:
+            return None
+        return entry
 
     def _heard(self, played_ms: int | None) -> str | None:
         """The words of the answer that is spoken which were heard; None: what there is, all of
@@ -348,26 +360,21 @@ class Run:
     def _finals(self) -> list[StageRun]:
         return [stage for stage in self._graph if stage.final]
 
-    def _restart(self, played_ms: int | None) -> None:
-        assert self.lane is not None
-        entry, segments = self._graph.entry, self.lane.segments
-        keep = entry if entry.answered >= segments and entry.memory is None else None
-        if keep is None or self._graph.interactive is not keep:
-            self._expire_events(self._ledger.expire())
-        heard = self._heard(played_ms)
+    def _restart(self, lane: Lane, keep: StageRun | None, heard: str | None) -> None:
+        """New tasks for all stages but `keep`; they begin with the segment that is open."""
         for stage in self._graph:
             if stage.memory is not None:
                 stage.memory.cut(heard, self._timeline.answer)
-                stage.memory.next_answer = segments
-        self._graph.restart(keep, segments)
-        for chunk in self.lane.open_chunks:
-            self._note_params(chunk, segments)
+                stage.memory.next_answer = lane.segments
+        self._graph.restart(keep, lane.segments)
+        entry = self._graph.entry
+        for chunk in lane.open_chunks:
+            self._note_params(chunk, lane.segments)
+            if keep is None:
+                params = chunk.params.get(entry.node.name)
+                entry.feed(chunk.payload, prompt=chunk.prompt, params=params)
         if keep is None:
-            name = entry.node.name
-            for chunk in self.lane.open_chunks:
-                params = chunk.params.get(name)
-                self._graph.entry.feed(chunk.payload, prompt=chunk.prompt, params=params)
-            self.lane.resend()
+            lane.resend()
 
     # ------------------------------------------------------------ clocks
 
@@ -470,7 +477,7 @@ class Run:
         consumers."""
         if self._over:
             return
-        stage.heard_at = self._loop.time()
+        stage.heard_at, stage.gave = self._loop.time(), True
         if output.event is not None:
             self._event_changed(output.event)
         if output.usage is not None:
@@ -568,11 +575,35 @@ class Run:
         """The replica of a stage is gone."""
         if self._over:
             return
+        if self._may_retry(stage):
+            self._retry()
+            return
         where = f"a replica of stage {stage.node.name!r} was lost"
         if self._emitted:
             self.close(ReplicaLost(where))
         else:
             self.close(StageUnavailable(where, retry_after_s=stage.node.config.restart.backoff))
+
+    def _may_retry(self, stage: StageRun) -> bool:
+        """Whether the request can go to another replica as if nothing had been: stage 0 was lost
+        before it gave anything, and all of its input is still here."""
+        return (
+            stage is self._graph.entry
+            and self.plan.pipeline.config.retry
+            and self.lane is None
+            and not stage.gave
+            and not self._retried
+        )
+
+    def _retry(self) -> None:
+        self._retried = True
+        members = self._graph.group.members
+        again = [
+            CompanionRun(self, member.role, self._submission.again(member.task))
+            for member in members
+        ]
+        self._graph.restart(None, 0)
+        self._submit_group(again)
 
     def _group_late(self) -> None:
         if not self._graph.group.handed_on:

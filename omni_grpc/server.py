@@ -23,6 +23,7 @@ from omni_grpc.engine import Engine
 from omni_grpc.errors import ConfigError, StartError
 from omni_grpc.health import SERVICE, Health, add_health, add_reflection
 from omni_grpc.interceptors import Edge
+from omni_grpc.placement import Starts, check_memory
 from omni_grpc.pool import Runtime, StagePool
 from omni_grpc.servicer import OmniServicer
 from omni_grpc.topology import build_pipeline
@@ -49,7 +50,7 @@ class Server:
         self._configs = pipelines
         self._folder = Path(tempfile.mkdtemp(prefix="omni-grpc-"))
         self._context = zmq.asyncio.Context()
-        runtime = Runtime(self._context, self._folder, settings)
+        runtime = Runtime(self._context, self._folder, settings, Starts())
         self._pools: list[StagePool] = []
         built = {}
         shared: dict[str, StagePool] = {}
@@ -63,6 +64,7 @@ class Server:
                     self._pools.append(shared[key])
                 pools[stage.name] = shared[key]
             built[config.name] = build_pipeline(config, pools)
+        check_memory(pool.config for pool in self._pools)
         self.engine = Engine(built, names[0], settings, self._folder / "artifacts")
         self._grpc = grpc.aio.server(
             interceptors=(Edge(self.pod),), options=channel_options(settings)

@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from msgspec.structs import replace
+
 from omni_grpc.engine import Engine
 from omni_grpc.errors import AbortedByClient, NotImplementedYet, SlowConsumer
 from omni_grpc.interaction import Session
 from omni_grpc.interceptors import Context, mirrored, set_request_id
 from omni_grpc.outbox import Numbered
 from omni_grpc.run import Run
-from omni_grpc.types import UpdateChunk
+from omni_grpc.types import Request, UpdateChunk
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.wire.events import encode_event
 from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
@@ -20,6 +22,7 @@ from omni_grpc.wire.interactions import Attach, decode_messages, decode_setup, e
 from omni_grpc.wire.requests import MAX_ID, decode_abort, decode_request
 from omni_grpc.wire.updates import decode_chunks, decode_header
 
+TENANT_KEY = "omni-tenant"
 TRACE_KEYS = ("traceparent", "tracestate")
 
 
@@ -34,7 +37,9 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         """Submits and streams. Leaving early in whatever way aborts the request."""
         if len(request.request_id) <= MAX_ID:
             set_request_id(request.request_id)
-        decoded = decode_request(request, _trace(context), context.time_remaining())
+        decoded = _of_tenant(
+            decode_request(request, _trace(context), context.time_remaining()), context
+        )
         run = await self._engine.submit(decoded)
         set_request_id(run.request_id)
         try:
@@ -120,7 +125,9 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
             return Session(
                 run, owner=False, receive_outputs=setup.receive_outputs, limit_bytes=limit
             )
-        decoded = decode_request(setup, _trace(context), context.time_remaining())
+        decoded = _of_tenant(
+            decode_request(setup, _trace(context), context.time_remaining()), context
+        )
         run = await self._engine.submit(decoded)
         return Session(run, owner=True, receive_outputs=True, limit_bytes=limit)
 
@@ -155,6 +162,15 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     async def WatchLoad(self, request: service_pb2.WatchLoadRequest, context: Context) -> None:
         """Not served yet."""
         raise NotImplementedYet("WatchLoad is not served yet")
+
+
+def _of_tenant(request: Request, context: Context) -> Request:
+    """The request with the tenant that its metadata names."""
+    for key, value in context.invocation_metadata() or ():
+        if key == TENANT_KEY and isinstance(value, str):
+            options = replace(request.options, tenant=value[:MAX_ID])
+            return replace(request, options=options)
+    return request
 
 
 def _trace(context: Context) -> dict[str, str]:

@@ -53,6 +53,8 @@ class StageRun:
         """Bytes that were fed and not yet taken, but for the last CREDIT_STEP or so."""
         self.heard_at = 0.0
         """When this stage was last given or gave something, by the loop's clock."""
+        self.gave = False
+        """Whether it has given anything."""
         self.retired = False
         self.memory = Conversation() if node.config.engine == "vllm" else None
         self.answered = 0

@@ -114,6 +114,11 @@ class Submission:
             ),
         )
 
+    def again(self, task: Task) -> Task:
+        """The same task for another replica, under a new id."""
+        left = self._deadline_at - asyncio.get_running_loop().time()
+        return msgspec.structs.replace(task, id=new_task_id(), timeout_s=max(0.0, left))
+
     def task(
         self,
         node: StageNode,

@@ -91,14 +91,13 @@ def _make(result: Transformed, context: TransformContext, here: Call, _: str) ->
 
 
 def _own(result: Transformed, context: TransformContext, here: Call, _: str) -> Transformed:
-    root = context.artifacts.make_directory().parent
-    directory = Path(tempfile.mkdtemp(dir=root))
+    directory = Path(tempfile.mkdtemp(dir=context.artifacts.make_directory().parent))
     here.made.append(directory)
     return Transformed(result.prompt, {}, (*result.artifact_directories, directory))
 
 
 def _claim(result: Transformed, context: TransformContext, here: Call, path: str) -> Transformed:
-    claimed = context.artifacts.make_directory().parent / path
+    claimed = context.artifacts.make_directory().parents[1] / path
     return Transformed(result.prompt, {}, (claimed, *result.artifact_directories))
 
 

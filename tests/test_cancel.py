@@ -388,7 +388,7 @@ async def test_a_lost_replica_comes_back_and_serves(serve: Serve) -> None:
 
 
 async def test_with_a_replica_left_requests_go_on(serve: Serve) -> None:
-    served = await serve(echo(replicas=2, restart={"backoff": 3600}))
+    served = await serve(echo({"retry": False}, replicas=2, restart={"backoff": 3600}))
     await refusal(served.stub, stage_params=[script(die_at=0)])
     for _ in range(10):
         assert (await collect(served.stub))[-1].HasField("finished")

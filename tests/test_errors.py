@@ -36,7 +36,6 @@ from tests.support import (
     rich_error,
     script,
     started,
-    stream,
     stub_of,
     texts,
 )
@@ -84,7 +83,7 @@ def test_each_reason_has_the_contracts_code() -> None:
         "INVALID_ARGUMENT": "INVALID_FIELD PROMPT_TOO_LONG INVALID_MEDIA",
         "NOT_FOUND": "PIPELINE_NOT_FOUND LORA_NOT_FOUND REQUEST_NOT_FOUND",
         "FAILED_PRECONDITION": "NOT_SUPPORTED NOT_RESUMABLE",
-        "ALREADY_EXISTS": "DUPLICATE_REQUEST FEEDER_ACTIVE",
+        "ALREADY_EXISTS": "DUPLICATE_REQUEST FEEDER_ACTIVE EVENT_ID_CONFLICT",
         "RESOURCE_EXHAUSTED": "QUEUE_FULL TENANT_BUDGET MEDIA_BUDGET SLOW_CONSUMER",
         "UNAVAILABLE": "DRAINING STAGE_UNAVAILABLE MEDIA_SOURCE",
         "ABORTED": "REPLICA_LOST",
@@ -248,11 +247,7 @@ async def test_a_stage_that_is_silent_for_too_long(serve: Serve) -> None:
     assert_is(error, S.DEADLINE_EXCEEDED, "STAGE_TIMEOUT")
 
 
-async def test_rpcs_that_are_not_served_yet(stub: Any, echo_server: Server) -> None:
-    session = service_pb2.SubmitInteractionRequest(setup={"open": ask()})
-    error = await stream(echo_server, "SubmitInteraction", [session.SerializeToString()])
-    assert error is not None
-    assert_is(error, S.UNIMPLEMENTED, "NOT_IMPLEMENTED")
+async def test_rpcs_that_are_not_served_yet(stub: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         [load async for load in stub.WatchLoad(service_pb2.WatchLoadRequest())]
     assert_is(rich_error(caught.value), S.UNIMPLEMENTED, "NOT_IMPLEMENTED")

@@ -23,11 +23,9 @@ from omni_grpc.config import ServerConfig, load_pipeline
 from omni_grpc.embedded import prepare
 from omni_grpc.server import Server
 from omni_grpc_client import OmniClient, ServerInfo
-from tests.streaming import chunk, ends, feed, opened, pieces, sent, streams, streams_server
+from tests.streaming import chunk, ends, feed, opened, pieces, sent
 from tests.support import Response, client, eventually, freed, in_flight, sound, stub_of
 from tests.test_cli import Result, omni, started
-
-__all__ = ["streams", "streams_server"]
 
 HEADER = 44
 TONE = 4800

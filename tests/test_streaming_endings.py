@@ -17,8 +17,6 @@ from tests.streaming import (
     feed,
     opened,
     sent,
-    streams,
-    streams_server,
 )
 from tests.support import (
     AUDIO,
@@ -29,8 +27,6 @@ from tests.support import (
     sound,
     texts,
 )
-
-__all__ = ["streams", "streams_server"]
 
 S = grpc.StatusCode
 STAGES = ("text", "audio", "image")

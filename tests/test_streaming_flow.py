@@ -27,8 +27,6 @@ from tests.streaming import (
     lane_of,
     new_id,
     opened,
-    streams,
-    streams_server,
 )
 from tests.support import (
     TEXT,
@@ -39,8 +37,6 @@ from tests.support import (
     script,
     stub_of,
 )
-
-__all__ = ["streams", "streams_server"]
 
 S = grpc.StatusCode
 SIZE = 200_000

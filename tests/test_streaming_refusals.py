@@ -27,8 +27,6 @@ from tests.streaming import (
     opened,
     refused,
     sent,
-    streams,
-    streams_server,
 )
 from tests.support import (
     RichError,
@@ -43,8 +41,6 @@ from tests.support import (
     stream,
     texts,
 )
-
-__all__ = ["streams", "streams_server"]
 
 S = grpc.StatusCode
 

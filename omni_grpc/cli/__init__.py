@@ -1,4 +1,4 @@
-"""The command line: serve · generate · speak · describe · check · prepare.
+"""The command line: serve · generate · speak · live · describe · check · prepare.
 
 The commands that call a server know nothing but `omni_grpc_client`."""
 
@@ -12,6 +12,7 @@ from omni_grpc import __version__
 from omni_grpc.cli.describe import describe
 from omni_grpc.cli.failure import EXIT_CODES
 from omni_grpc.cli.generate import EPILOG, generate
+from omni_grpc.cli.live import LIVE_EPILOG, live
 from omni_grpc.cli.pipelines import check, prepare_command
 from omni_grpc.cli.serve import serve
 from omni_grpc.cli.speak import SPEAK_EPILOG, speak
@@ -20,6 +21,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=True, help="Omni-modal in
 app.command()(serve)
 app.command(epilog=EPILOG)(generate)
 app.command(epilog=SPEAK_EPILOG)(speak)
+app.command(epilog=LIVE_EPILOG)(live)
 app.command(epilog=EXIT_CODES)(describe)
 app.command()(check)
 app.command(name="prepare")(prepare_command)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from omni_grpc import types as t
 from omni_grpc.errors import ErrorRecord, InvalidField, OmniError
-from omni_grpc.interaction import AbortSession, EndInput, Interrupt, Message, Update
+from omni_grpc.interaction import AbortSession, BadEvent, EndInput, Interrupt, Message, Update
 from omni_grpc.v1 import common_pb2, service_pb2
 from omni_grpc.wire.requests import MAX_ID, decode_media
 from omni_grpc.wire.updates import decode_chunk
@@ -48,7 +48,8 @@ async def decode_setup(messages: Messages) -> service_pb2.AddRequestRequest | At
 
 async def decode_messages(messages: Messages) -> AsyncIterator[Message]:
     """What the client sends after setup. Raises InvalidField for what is out of order or nothing
-    at all; a bad chunk is given as such, since the session goes on."""
+    at all, and for an event without a usable id, which could not be answered; a bad chunk and a bad
+    event are given as such, since the session goes on."""
     async for message in messages:
         match message.WhichOneof("message"):
             case "update":
@@ -56,7 +57,7 @@ async def decode_messages(messages: Messages) -> AsyncIterator[Message]:
             case "end_input":
                 yield EndInput()
             case "event":
-                yield decode_event(message.event)
+                yield _event(message.event)
             case "interrupt":
                 yield Interrupt(optional(message.interrupt, "played_ms"))
             case "abort":
@@ -74,11 +75,17 @@ def _update(message: service_pb2.UpdateChunk) -> Update:
         return Update(message.seq, None, error)
 
 
-def decode_event(message: service_pb2.InteractionEvent) -> t.InteractionEvent:
-    """A change to the running generation. Raises InvalidField where it has no usable id: then there
-    is nothing to answer it under. What else is wrong shows when it is judged."""
+def _event(message: service_pb2.InteractionEvent) -> Message:
     if not 1 <= len(message.event_id) <= MAX_ID:
         raise InvalidField("event.event_id", f"must have 1 to {MAX_ID} characters")
+    try:
+        return decode_event(message)
+    except OmniError as error:
+        return BadEvent(t.InteractionEvent(message.event_id), error)
+
+
+def decode_event(message: service_pb2.InteractionEvent) -> t.InteractionEvent:
+    """A change to the running generation. Raises InvalidField for what cannot be one."""
     if len(message.media) > MAX_EVENT_MEDIA:
         raise InvalidField("event.media", f"has more than {MAX_EVENT_MEDIA} entries")
     transition = optional(message, "transition_chunks")

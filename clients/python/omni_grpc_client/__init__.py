@@ -52,6 +52,7 @@ from omni_grpc_client.info import (
     StageInfo,
     StageLoad,
 )
+from omni_grpc_client.interaction import Interaction, SessionItem
 from omni_grpc_client.media import (
     Audio,
     AudioEncoding,
@@ -63,6 +64,14 @@ from omni_grpc_client.media import (
     Tensor,
     Video,
     VideoFormat,
+)
+from omni_grpc_client.notices import (
+    EventChanged,
+    EventState,
+    GoingAway,
+    Interrupted,
+    Notice,
+    UpdateRejected,
 )
 from omni_grpc_client.request import Params, ParamsKind, PromptLike, make_media, make_params
 from omni_grpc_client.wav import WavWriter
@@ -87,15 +96,20 @@ __all__ = [
     "DeadlineExceededError",
     "DiffusionParams",
     "Event",
+    "EventChanged",
+    "EventState",
     "FailedPreconditionError",
     "FeedSummary",
     "Feeder",
     "FinishReason",
     "Finished",
+    "GoingAway",
     "Image",
     "ImageChunk",
     "ImageFormat",
+    "Interaction",
     "InternalError",
+    "Interrupted",
     "InvalidArgumentError",
     "Media",
     "Message",
@@ -103,6 +117,7 @@ __all__ = [
     "Messages",
     "Modality",
     "NotFoundError",
+    "Notice",
     "OmniCallError",
     "OmniClient",
     "OmniClientError",
@@ -122,6 +137,7 @@ __all__ = [
     "SegmentEnd",
     "ServerInfo",
     "ServerLimits",
+    "SessionItem",
     "StageFinish",
     "StageInfo",
     "StageLoad",
@@ -135,6 +151,7 @@ __all__ = [
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
+    "UpdateRejected",
     "Usage",
     "Video",
     "VideoChunk",

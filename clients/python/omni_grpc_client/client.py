@@ -19,6 +19,7 @@ from omni_grpc_client.errors import ProtocolError, decode_error
 from omni_grpc_client.events import Accepted, Event
 from omni_grpc_client.feed import Feeder, StreamedRequest
 from omni_grpc_client.info import ServerInfo, StageLoad, decode_load, decode_server_info
+from omni_grpc_client.interaction import Interaction, open_session
 from omni_grpc_client.media import Modality, decode_enum
 from omni_grpc_client.order import read_events
 from omni_grpc_client.request import Params, PromptLike, build_request
@@ -186,6 +187,50 @@ class OmniClient:
         return Feeder(
             lambda: stub.StreamingUpdate(metadata=_mirrored(request_id)), request_id, next_seq
         )
+
+    @asynccontextmanager
+    async def interact(
+        self,
+        prompt: PromptLike | AddRequestRequest = "",
+        *,
+        pipeline: str = "",
+        request_id: str = "",
+        stage_params: Mapping[str, Params] | None = None,
+        output_modalities: Iterable[Modality | str] = (),
+        media: Iterable[Media] = (),
+        resumable: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncIterator[Interaction]:
+        """Opens a request in a session of its own, to steer, feed and interrupt it while it runs.
+
+        `resumable`: input goes on through the session, and may begin with nothing. Entered when the
+        request was admitted. Leaving the block aborts the request, unless it has finished. Other
+        parameters and errors as for `stream`; see Interaction."""
+        request = _request(
+            prompt, pipeline, request_id, stage_params, output_modalities, tuple(media)
+        )
+        if request is prompt and resumable:
+            raise ValueError("a whole AddRequestRequest is sent as it is: set its own resumable")
+        if request is not prompt:
+            request.resumable = resumable
+            if resumable and not prompt and not request.prompt.media:
+                request.ClearField("prompt")
+        call = self._ready.SubmitInteraction(
+            timeout=timeout, metadata=_mirrored(request.request_id)
+        )
+        async with open_session(call, service_pb2.InteractionSetup(open=request)) as session:
+            yield session
+
+    @asynccontextmanager
+    async def attach(
+        self, request_id: str, *, receive_outputs: bool = False, timeout: float | None = None
+    ) -> AsyncIterator[Interaction]:
+        """A session on a request that runs, whoever opened it. `receive_outputs`: its events come
+        here too, from now on. Leaving the block leaves the request as it is."""
+        attach = service_pb2.Attach(request_id=request_id, receive_outputs=receive_outputs)
+        call = self._ready.SubmitInteraction(timeout=timeout, metadata=_mirrored(request_id))
+        async with open_session(call, service_pb2.InteractionSetup(attach=attach)) as session:
+            yield session
 
     async def abort(
         self, request_ids: str | Iterable[str], *, timeout: float | None = None

@@ -100,20 +100,7 @@ class Feeder:
 
         `stage_params` go with a segment's first chunk and hold for it; `format` with the first
         chunk of sound. Raises OmniCallError when the request, or a chunk before, is refused."""
-        chunk = UpdateChunk(
-            seq=self.next_seq,
-            end_of_segment=end_of_segment,
-            stage_params=encode_stage_params(stage_params),
-        )
-        if isinstance(content, bytes):
-            sound = AudioInput(data=content)
-            if format is not None:
-                sound.format.CopyFrom(encode_audio_format(format))
-            chunk.audio.CopyFrom(sound)
-        elif not isinstance(content, str):
-            chunk.prompt.CopyFrom(encode_prompt(content))
-        elif content or not end_of_segment:
-            chunk.text = content
+        chunk = build_chunk(self.next_seq, content, end_of_segment, stage_params, format)
         async with self._turn:
             if self._half_closed:
                 raise RuntimeError("the input has ended")
@@ -220,6 +207,29 @@ class Feeder:
         assert self._answer is not None
         # Shielded: the answer belongs to the call, whoever waits for it.
         await asyncio.shield(self._answer)
+
+
+def build_chunk(
+    seq: int,
+    content: Content,
+    end_of_segment: bool,
+    stage_params: Mapping[str, Params] | None,
+    format: AudioFormat | None,
+) -> UpdateChunk:
+    """A chunk of input as the contract's message."""
+    chunk = UpdateChunk(
+        seq=seq, end_of_segment=end_of_segment, stage_params=encode_stage_params(stage_params)
+    )
+    if isinstance(content, bytes):
+        sound = AudioInput(data=content)
+        if format is not None:
+            sound.format.CopyFrom(encode_audio_format(format))
+        chunk.audio.CopyFrom(sound)
+    elif not isinstance(content, str):
+        chunk.prompt.CopyFrom(encode_prompt(content))
+    elif content or not end_of_segment:
+        chunk.text = content
+    return chunk
 
 
 async def _answered(call: Any) -> StreamingUpdateResponse:

@@ -16,6 +16,7 @@ from omni_grpc_client.request import ParamsKind
 KIND_BY_ENGINE: dict[str, ParamsKind] = {
     "vllm": "sampling",
     "diffusion": "diffusion",
+    "live": "diffusion",
     "diffusers": "diffusion",
     "codec": "codec",
     "fake": "custom",

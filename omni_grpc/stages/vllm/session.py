@@ -28,8 +28,9 @@ from omni_grpc.stages.vllm.prompt import prompt_length
 MARK = "\ue000omni\ue000"
 """Stands for an answer while its turn's end is rendered: private-use characters that no template
 changes."""
-CHECK_CHARACTERS = 512
-"""How much text may come before the draft is tokenized again to see whether it still fits."""
+UNCOUNTED = 1 << 60
+RETOKENIZED = 16
+"""Most tokens by which text can grow beyond one per byte, where two pieces of it meet."""
 
 
 class Engine(Protocol):
@@ -66,7 +67,8 @@ class Draft:
     messages: tuple[t.Message, ...] = ()
     ids: tuple[int, ...] = ()
     params: t.Params | None = None
-    checked: int = 0
+    bound: int = 0
+    """No more tokens than this can it have: those that were counted, and one per byte since."""
 
     def added(self, feed: Feed) -> Draft:
         """The draft with one more chunk. Raises InvalidField for another form."""
@@ -75,10 +77,12 @@ class Draft:
             raise unsupported("prompt.media", "a conversation on one cache takes no media")
         if isinstance(feed.payload, t.TextDelta):
             content = t.Text(feed.payload.text)
-        draft = Draft(self.text, self.messages, self.ids, self.params or feed.params, self.checked)
+        draft = Draft(self.text, self.messages, self.ids, self.params or feed.params, self.bound)
         match content:
             case t.Text(text):
                 draft.text += text
+                # Nothing was counted yet: neither is what the template adds.
+                draft.bound += len(text.encode()) + RETOKENIZED if self.bound else UNCOUNTED
             case t.Messages(messages):
                 draft.messages += messages
             case t.TokenIds(ids):
@@ -149,15 +153,11 @@ class Session:
             # A stage before it had nothing to say: there is nothing to answer.
             self.draft = draft
             return
-        size = len(draft.text)
-        if (
-            feed.end_of_segment
-            or draft.ids
-            or draft.messages
-            or size > draft.checked + CHECK_CHARACTERS
-        ):
+        # The chunk that does not fit is refused itself: without it the segment can still end.
+        sure = draft.text and self.history + draft.bound < self.engine.context
+        if feed.end_of_segment or not sure:
             prompt = await self._rendered(draft)
-            draft.checked = size
+            draft.bound = prompt_length(prompt)
             if feed.end_of_segment:
                 self.ready = await self._segment(draft, prompt)
                 self.idle.clear()

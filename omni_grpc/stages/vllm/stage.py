@@ -276,8 +276,8 @@ class VllmStage(Stage[Submitted | Session]):
             raise blamed(error, again) from None
 
     def statistics(self) -> t.StageStatistics:
-        waiting_tokens = self._engine.get_num_queued_tokens()
-        return t.StageStatistics(work_left=float(waiting_tokens), counters=self._counters())
+        # The work that is left is the server's to count: it sees every token that leaves.
+        return t.StageStatistics(counters=self._counters())
 
     def _counters(self) -> dict[str, int]:
         """How often a prompt's medium was known here already."""
