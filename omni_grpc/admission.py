@@ -89,7 +89,7 @@ def _prompt_form(prompt: Prompt) -> str | None:
 
 def check_options(options: RequestOptions, entry: StageNode) -> None:
     """Whether stage 0 can honour what goes with the prompt."""
-    if options.lora is not None and options.lora not in entry.config.lora_adapters:
+    if options.lora is not None and options.lora not in entry.pool.adapters:
         raise LoraNotFound(f"stage {entry.name!r} has no adapter {options.lora!r}")
     if entry.config.engine == "vllm":
         return

@@ -75,7 +75,7 @@ class CompanionRun:
 
     def on_lost(self) -> None:
         self.holds = False
-        self._contained(self._run.companion_lost)
+        self._contained(self._run.companion_lost, self)
         self._run.stage_released()
 
     def _contained(self, handler: Callable[..., None], *arguments: Any) -> None:

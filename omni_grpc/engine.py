@@ -84,7 +84,8 @@ class Engine:
         self.budget.take(share)
         try:
             run = self.orchestrator.open(plan, partial(self.budget.give, share))
-        except OmniError:
+        except BaseException:
+            # A bridge of the user's own may raise anything when it is made.
             self.budget.give(share)
             raise
         await run.admit()

@@ -62,6 +62,8 @@ class Slot:
         self.restarts = 0
         self.given_up = False
         self.was_ready = False
+        self.paused = False
+        """Whether an operator keeps new work away."""
         self._pool = pool
         self._generation = 0
         self._deaths: deque[float] = deque()
@@ -131,6 +133,8 @@ class StagePool:
         self.config = config
         self.runtime = runtime
         self._balancer = Balancer(config.balance)
+        self.adapters = dict(config.lora_adapters)
+        """LoRA adapters that requests may name, by path."""
         self._slots = [Slot(self, number) for number in range(config.replicas)]
         self._observers: list[Callable[[], None]] = []
 
@@ -148,6 +152,11 @@ class StagePool:
     def facts(self) -> StageFacts:
         """What the stage told of itself when it was loaded."""
         return next((slot.replica.facts for slot in self._slots if slot.replica), StageFacts())
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Its places, by number."""
+        return tuple(self._slots)
 
     def observe(self, observer: Callable[[], None]) -> None:
         """Calls `observer` whenever a replica comes or goes."""
@@ -171,7 +180,9 @@ class StagePool:
     def acquire(self) -> Replica:
         """The ready replica that its policy picks. Raises StageUnavailable if there is none,
         QueueFull if all hold as many tasks as they may."""
-        ready = [slot.replica for slot in self._slots if slot.replica and slot.ready]
+        ready = [
+            slot.replica for slot in self._slots if slot.replica and slot.ready and not slot.paused
+        ]
         if not ready:
             raise self._unavailable()
         most = self.config.max_tasks
@@ -184,7 +195,9 @@ class StagePool:
         return self._balancer.pick(free)
 
     def _unavailable(self) -> StageUnavailable:
-        if any(slot.was_ready for slot in self._slots):
+        if any(slot.ready and slot.paused for slot in self._slots):
+            state, retry_s = "is paused", FULL_RETRY_S
+        elif any(slot.was_ready for slot in self._slots):
             state, retry_s = "has no replica now", self.config.restart.backoff
         else:
             state, retry_s = "is still loading", LOADING_RETRY_S
@@ -218,7 +231,7 @@ class StagePool:
             model=config.model if config.engine == "python" else str(resolve(config.model)),
             device=config.device(number),
             engine_args=placed_arguments(config, config.device(number)),
-            lora_adapters=config.lora_adapters,
+            lora_adapters=self.adapters,
             media=settings.media.model_dump(),
         )
         socket = (

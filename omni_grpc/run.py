@@ -437,9 +437,10 @@ class Run:
                 self._hand_on(consumer, join(outputs) if join is not None else bridge.finish())
                 consumer.source_ended(entry.node.name)
 
-    def companion_lost(self) -> None:
+    def companion_lost(self, companion: CompanionRun) -> None:
         """The replica of a companion is gone: so is its parent's."""
-        self.stage_lost(self._graph.entry)
+        if companion in self._graph.group.members:  # and not of a group that was sent anew
+            self.stage_lost(self._graph.entry)
 
     def companion_failed(self, error: OmniError) -> None:
         """A companion was refused or failed: under its parent's id, the client knows no other."""

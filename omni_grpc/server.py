@@ -17,8 +17,11 @@ from pathlib import Path
 
 import grpc
 import zmq.asyncio
+from grpc_channelz.v1 import channelz
 
+from omni_grpc.admin import AdminServicer
 from omni_grpc.config import PipelineConfig, ServerConfig
+from omni_grpc.control import Controls
 from omni_grpc.engine import Engine
 from omni_grpc.errors import ConfigError, StartError
 from omni_grpc.health import SERVICE, Health, add_health, add_reflection
@@ -27,10 +30,13 @@ from omni_grpc.placement import Starts, check_memory
 from omni_grpc.pool import Runtime, StagePool
 from omni_grpc.servicer import OmniServicer
 from omni_grpc.topology import build_pipeline
-from omni_grpc.v1 import service_pb2_grpc
+from omni_grpc.v1 import admin_pb2, admin_pb2_grpc, service_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+ADMIN_HOST = "127.0.0.1"
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 STOP_GRACE_S = 2.0
 """What gRPC gets to write the last messages, once no request runs."""
 
@@ -70,6 +76,9 @@ class Server:
             interceptors=(Edge(self.pod),), options=channel_options(settings)
         )
         self._health: Health | None = None
+        self.admin_port = 0
+        self._admin: grpc.aio.Server | None = None
+        self._draining: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listens; nothing is served yet. Raises StartError if the address is taken."""
@@ -85,6 +94,34 @@ class Server:
         except RuntimeError as error:
             raise StartError(f"cannot listen on {address}: {error}") from None
         await self._grpc.start()
+        if self.settings.admin_port is not None:
+            await self._start_admin(self.settings.admin_port)
+
+    async def _start_admin(self, port: int) -> None:
+        """Listens for operators, on the loopback address only."""
+        admin = grpc.aio.server(
+            interceptors=(Edge(self.pod),), options=channel_options(self.settings)
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminServicer(Controls(self.engine.pipelines), self._drain_soon), admin
+        )
+        channelz.add_channelz_servicer(admin)
+        add_reflection(admin, (ADMIN_SERVICE, CHANNELZ_SERVICE))
+        try:
+            self.admin_port = admin.add_insecure_port(f"{ADMIN_HOST}:{port}")
+        except RuntimeError as error:
+            raise StartError(f"cannot listen on {ADMIN_HOST}:{port}: {error}") from None
+        await admin.start()
+        self._admin = admin
+
+    def _drain_soon(self, timeout: float | None) -> int:
+        """Begins to drain; the requests that run now."""
+        running = len(self.engine.orchestrator)
+        if self._health is not None:
+            self._health.drain()
+        limit = self.settings.drain_timeout if timeout is None else timeout
+        self._draining = asyncio.create_task(self.engine.drain(limit))
+        return running
 
     async def warm(self) -> None:
         """Starts all replicas and, when all are ready, serves. Raises StartError with the real
@@ -119,7 +156,11 @@ class Server:
             self._health.drain()
         limit = self.settings.drain_timeout if drain_timeout is None else drain_timeout
         await self.engine.drain(limit)
+        if self._draining is not None:
+            await self._draining
         await self._grpc.stop(STOP_GRACE_S)
+        if self._admin is not None:
+            await self._admin.stop(STOP_GRACE_S)
         await asyncio.gather(*(pool.close() for pool in self._pools))
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -3,7 +3,6 @@ history would be, and only what is new is computed."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -27,6 +26,7 @@ from tests.support import (
     ask,
     client,
     collect,
+    eventually,
     freed,
     refusal,
     stub_of,
@@ -60,7 +60,7 @@ async def exact_server(ledger: Path) -> AsyncIterator[Server]:
             "scheduler_cls": "tests.counting.CountingScheduler",
         },
         "environment": {**ENVIRONMENT, **SMALL_ENVIRONMENT, VARIABLE: str(ledger)},
-        "defaults": {"temperature": 0.0, "max_tokens": 24},
+        "defaults": {"temperature": 0.0, "max_tokens": 8},
         "output": "text",
     }
     forms = ["text", "messages", "token_ids"]
@@ -219,23 +219,25 @@ async def test_a_chat_turn_is_a_request_with_all_messages(exact: Any, cut: int |
 
 
 async def test_a_turns_seed_is_its_own(exact: Any) -> None:
-    own = [sampling(temperature=1.5, seed=seed, max_tokens=12) for seed in (1, 2)]
-
-    async def turn(first: int, second: int) -> dict[int, list[int]]:
-        async with opened(exact) as request:
-            chunks = [
-                chunk(0, "Tell me a story.", stage_params=own[first], end=True),
-                chunk(1, "And another one.", stage_params=own[second], end=True),
-                chunk(2, "What is the capital of France?", end=True),
-            ]
-            await feed(exact, request.id, chunks)
-            return {n: t.tokens for n, t in turns_of(await request.finished()).items()}
-
-    one, again, other = await turn(0, 0), await turn(0, 0), await turn(0, 1)
-    assert one == again
-    assert one[0] == other[0] and one[1] != other[1]
-    plain = await collect(exact, ask("Tell me a story.", stage_params=own[0]))
-    assert turns_of(plain)[0].tokens == one[0]
+    """The first turn is greedy, the second one draws, as a plain request with its seed does."""
+    draws = [sampling(temperature=1.5, seed=seed, max_tokens=8, ignore_eos=True) for seed in (1, 2)]
+    greedy = sampling(max_tokens=4, ignore_eos=True)
+    first, second, third = ({"token_ids": {"ids": ids}} for ids in INPUTS)
+    async with opened(exact) as request:
+        chunks = [
+            chunk(0, prompt=first, stage_params=greedy, end=True),
+            chunk(1, prompt=second, stage_params=draws[0], end=True),
+            chunk(2, prompt=third, stage_params=draws[1], end=True),
+        ]
+        await feed(exact, request.id, chunks)
+        turns = turns_of(await request.finished())
+    history = INPUTS[0] + turns[0].tokens[:-1] + INPUTS[1]
+    for n, seed in ((1, 0), (2, 1)):
+        whole = {"token_ids": {"ids": history}}
+        plain = await collect(exact, ask(prompt=whole, stage_params=draws[seed]))
+        assert turns_of(plain)[0].tokens == turns[n].tokens
+        history += turns[1].tokens[:-1] + INPUTS[2]
+    assert turns[1].tokens != turns[2].tokens
 
 
 # ---------------------------------------------------------------- what cannot be
@@ -286,20 +288,19 @@ async def test_a_turn_that_the_model_refuses(
     exact: Any, exact_server: Server, wrong: Any, reason: str, path: str
 ) -> None:
     """The conversation goes on as if it had not been said."""
-    async with opened(exact) as request:
-        await sent(exact, exact_server, request.id, chunk(0, "My name is Ada.", end=True))
+    first, second = ({"token_ids": {"ids": ids}} for ids in INPUTS[:2])
+    own = sampling(max_tokens=4, ignore_eos=True)
+    async with opened(exact, stage_params=own) as request:
+        await sent(exact, exact_server, request.id, chunk(0, prompt=first, end=True))
         await request.answered(0, "thinker")
         error = await refused(exact, request.id, wrong)
         assert (error.code, error.reason) == (S.INVALID_ARGUMENT, reason), error
-        assert all(violation.startswith(("chunk.", path)) for violation in error.violations)
-        if path.startswith("chunk"):
-            assert list(error.violations) == [path]
-        await feed(exact, request.id, [chunk(1, "What is my name?")])
-        with_error = by_segment(await request.finished())
-    async with opened(exact) as request:
-        chunks = [chunk(0, "My name is Ada.", end=True), chunk(1, "What is my name?")]
-        await feed(exact, request.id, chunks)
-        assert by_segment(await request.finished()) == with_error
+        assert list(error.violations) == ([path] if path else [])
+        await feed(exact, request.id, [chunk(1, prompt=second)])
+        turns = turns_of(await request.finished())
+    whole = {"token_ids": {"ids": INPUTS[0] + turns[0].tokens[:-1] + INPUTS[1]}}
+    plain = await collect(exact, ask(prompt=whole, stage_params=own))
+    assert turns[1].tokens == turns_of(plain)[0].tokens
 
 
 async def test_the_chunk_that_does_not_fit_is_the_one_that_is_refused(
@@ -313,8 +314,7 @@ async def test_the_chunk_that_does_not_fit_is_the_one_that_is_refused(
         error = None
         for n in range(100):
             await feeding.send(chunk(n, part))
-            while lane.next_seq == n and not feeding.call.done():
-                await asyncio.sleep(0.002)
+            await eventually(lambda n=n: lane.next_seq > n or feeding.call.done(), within=10)
             if feeding.call.done():
                 error = await feeding.refused()
                 break

@@ -19,6 +19,7 @@ import struct
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from omni_grpc.errors import InvalidField, StageError
 from omni_grpc.ipc import Feed, StageSpec, Task
@@ -174,6 +175,13 @@ class FakeStage(Stage[FakeJob]):
             else (word * (script.bytes // len(word) + 1))[: script.bytes]
         )
         return TextDelta(text, [sum(text.encode()[:64]) % 1000])
+
+    async def control(self, command: str, arguments: dict[str, Any]) -> None:
+        """Knows what the contract knows, and does nothing; a scripted replica fails at it."""
+        if command not in ("reset_cache", "sleep", "wake"):
+            await super().control(command, arguments)
+        if self.spec.replica in self.spec.engine_args.get("control_fails_on", ()):
+            raise RuntimeError("the script fails control calls")
 
     async def _break(self, script: FakeScript, count: int) -> None:
         if count == script.fail_at:

@@ -174,7 +174,8 @@ class LiveStage(Stage[Film]):
                 pace.taken(chunk)
         for change in film.track.end():
             yield StageOutput(event=change)
-        usage = Usage(frames=film.frames, steps=film.steps)
+        # Frames are counted where they are delivered.
+        usage = Usage(steps=film.steps)
         yield StageOutput(finish=Finish(FinishReason.COMPLETE), usage=usage)
 
     async def _chunk(self, film: Film, number: int) -> Video:

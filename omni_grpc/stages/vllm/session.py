@@ -30,7 +30,7 @@ MARK = "\ue000omni\ue000"
 changes."""
 UNCOUNTED = 1 << 60
 RETOKENIZED = 16
-"""Most tokens by which text can grow beyond one per byte, where two pieces of it meet."""
+"""Most tokens that text can have beyond one per byte, where it joins text that was counted."""
 
 
 class Engine(Protocol):
@@ -82,7 +82,7 @@ class Draft:
             case t.Text(text):
                 draft.text += text
                 # Nothing was counted yet: neither is what the template adds.
-                draft.bound += len(text.encode()) + RETOKENIZED if self.bound else UNCOUNTED
+                draft.bound += len(text.encode()) if self.bound else UNCOUNTED
             case t.Messages(messages):
                 draft.messages += messages
             case t.TokenIds(ids):
@@ -154,7 +154,7 @@ class Session:
             self.draft = draft
             return
         # The chunk that does not fit is refused itself: without it the segment can still end.
-        sure = draft.text and self.history + draft.bound < self.engine.context
+        sure = draft.text and self.history + draft.bound + RETOKENIZED < self.engine.context
         if feed.end_of_segment or not sure:
             prompt = await self._rendered(draft)
             draft.bound = prompt_length(prompt)

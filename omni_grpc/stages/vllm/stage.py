@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ from omni_grpc.stages.vllm.params import (
 )
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
 from omni_grpc.stages.vllm.session import MARK, Session, joined
+from omni_grpc.stages.vllm.worker import SessionWorker
 
 log = logging.getLogger("omni_grpc.replica")
 
@@ -52,6 +54,7 @@ class VllmStage(Stage[Submitted | Session]):
             arguments.setdefault("enable_lora", True)
         # Without it, templates that take strings would put all media in front of the text.
         arguments.setdefault("interleave_mm_strings", True)
+        arguments.setdefault("worker_extension_cls", f"{SessionWorker.__module__}.SessionWorker")
         self._arguments = arguments
         self._adapters = {
             name: LoRARequest(name, number, path)
@@ -63,6 +66,7 @@ class VllmStage(Stage[Submitted | Session]):
             model=self.spec.model, disable_log_stats=True, **self._arguments
         )
         self._engine = AsyncLLM.from_engine_args(arguments)
+        await self._engine.collective_rpc("follow_session_seeds")
         config = self._engine.vllm_config
         self._context: int = config.model_config.max_model_len
         self._defaults: dict[str, Any] = config.model_config.get_diff_sampling_param()
@@ -274,6 +278,40 @@ class VllmStage(Stage[Submitted | Session]):
                     yield output
         except EngineGaveUp as error:
             raise blamed(error, again) from None
+
+    async def control(self, command: str, arguments: dict[str, Any]) -> None:
+        engine = self._engine
+        match command:
+            case "reset_cache":
+                if arguments["prefix_cache"]:
+                    await engine.reset_prefix_cache()
+                if arguments["media_cache"]:
+                    await engine.reset_mm_cache()
+            case "sleep":
+                await engine.sleep(level=arguments["level"])
+            case "wake":
+                await engine.wake_up()
+            case "load_lora":
+                await self._load_lora(arguments["name"], arguments["path"])
+            case "unload_lora":
+                adapter = self._adapters.pop(arguments["name"], None)
+                if adapter is not None:
+                    await engine.remove_lora(adapter.lora_int_id)
+            case _:
+                await super().control(command, arguments)
+
+    async def _load_lora(self, name: str, path: str) -> None:
+        if not self._engine.vllm_config.lora_config:
+            raise unsupported("name", "the stage was not started with enable_lora")
+        if not await asyncio.to_thread(Path(path).is_dir):
+            raise InvalidField("path", "is not a folder")
+        number = max((a.lora_int_id for a in self._adapters.values()), default=0) + 1
+        adapter = LoRARequest(name, number, path)
+        try:
+            await self._engine.add_lora(adapter)
+        except (VLLMClientError, ValueError, RuntimeError) as error:
+            raise InvalidField("path", f"is no adapter that fits: {error}") from None
+        self._adapters[name] = adapter
 
     def statistics(self) -> t.StageStatistics:
         # The work that is left is the server's to count: it sees every token that leaves.

@@ -1,0 +1,133 @@
+"""An operator's calls: on their own listener, per stage or replica, each replica reported apart."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from omni_grpc.v1 import admin_pb2, admin_pb2_grpc, service_pb2
+from tests.conftest import Serve
+from tests.support import (
+    Served,
+    collect,
+    echo,
+    eventually,
+    refusal,
+    rich_error,
+    script,
+    started,
+    texts,
+)
+
+TARGET = {"stage": "text"}
+
+
+@pytest.fixture
+async def served(serve: Serve) -> Served:
+    """Two replicas a stage, with an admin listener; control calls fail on replica 1."""
+    content = echo().model_dump()
+    for stage in content["stages"]:
+        stage |= {"replicas": 2}
+        stage["engine_args"] |= {"control_fails_on": [1]}
+    return await serve(type(echo()).model_validate(content), admin_port=0)
+
+
+@pytest.fixture
+async def admin(served: Served) -> AsyncIterator[Any]:
+    """A stub of AdminService."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{served.server.admin_port}") as channel:
+        yield admin_pb2_grpc.AdminServiceStub(channel)
+
+
+def codes(response: Any) -> dict[int, int]:
+    """The status code of each replica."""
+    return {result.replica: result.status.code for result in response.results}
+
+
+async def test_a_paused_stage_refuses_and_what_runs_goes_on(served: Served, admin: Any) -> None:
+    running = await started(served.stub, stage_params=[script(outputs=4, interval_ms=50)])
+    assert codes(await admin.PauseStage(admin_pb2.PauseStageRequest(target=TARGET))) == {0: 0, 1: 0}
+    error = await refusal(served.stub)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "STAGE_UNAVAILABLE")
+    assert "paused" in error.message and error.retry
+    rest = [response async for response in running]
+    assert rest[-1].HasField("finished")
+    await admin.ResumeStage(admin_pb2.ResumeStageRequest(target=TARGET))
+    assert texts(await collect(served.stub, text="again")) == "again"
+
+
+async def test_one_paused_replica_gets_no_work(served: Served, admin: Any) -> None:
+    target = {"stage": "echo/text", "replicas": [0]}
+    await admin.PauseStage(admin_pb2.PauseStageRequest(target=target))
+    calls = [await started(served.stub, stage_params=[script(outputs=2, hang_at=1)]) for _ in "abc"]
+    load = await served.stub.GetLoad(service_pb2.GetLoadRequest())
+    (stage,) = [stage for stage in load.stages if stage.stage == "text"]
+    assert [replica.running for replica in stage.replicas] == [0, 3]
+    for call in calls:
+        call.cancel()
+    await eventually(lambda: not served.server.engine.orchestrator.statistics())
+
+
+async def test_a_replica_that_fails_is_reported_apart(served: Served, admin: Any) -> None:
+    response = await admin.ResetCache(admin_pb2.ResetCacheRequest(target=TARGET))
+    assert codes(response) == {0: 0, 1: grpc.StatusCode.INTERNAL.value[0]}
+    assert response.results[1].status.reason == "STAGE_ERROR"
+    assert "script" not in response.results[1].status.message
+    slept = await admin.SleepStage(admin_pb2.SleepStageRequest(target=TARGET))
+    assert codes(slept)[0] == 0
+    assert (await refusal(served.stub)).reason == "STAGE_UNAVAILABLE"
+    await admin.WakeStage(admin_pb2.WakeStageRequest(target=TARGET))
+    assert texts(await collect(served.stub, text="awake")) == "awake"
+
+
+async def test_an_engine_without_adapters_says_so(served: Served, admin: Any) -> None:
+    request = admin_pb2.LoadLoraRequest(target=TARGET, name="odd", path="/nowhere")
+    response = await admin.LoadLora(request)
+    assert {result.status.reason for result in response.results} == {"NOT_SUPPORTED"}
+
+
+BAD = [
+    ("PauseStage", {"target": {}}, "target.stage"),
+    ("PauseStage", {"target": {"stage": "nobody"}}, "target.stage"),
+    ("ResumeStage", {"target": {"stage": "text", "replicas": [0, 7]}}, "target.replicas[1]"),
+    ("SleepStage", {"target": TARGET, "level": 3}, "level"),
+    ("LoadLora", {"target": TARGET, "path": "/x"}, "name"),
+    ("LoadLora", {"target": TARGET, "name": "x"}, "path"),
+    ("UnloadLora", {"target": TARGET, "name": "x"}, "name"),
+    ("Drain", {"timeout": "-1s"}, "timeout"),
+]
+
+
+@pytest.mark.parametrize(("method", "fields", "path"), BAD)
+async def test_bad_calls_name_the_field(
+    admin: Any, method: str, fields: dict[str, Any], path: str
+) -> None:
+    if method == "Drain":
+        request = admin_pb2.DrainRequest()
+        request.timeout.FromJsonString("-1s")
+    else:
+        request = getattr(admin_pb2, f"{method}Request")(**fields)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(admin, method)(request)
+    error = rich_error(caught.value)
+    assert (error.reason, list(error.violations)) == ("INVALID_FIELD", [path])
+
+
+async def test_drain_lets_what_runs_finish(served: Served, admin: Any) -> None:
+    running = await started(served.stub, stage_params=[script(outputs=4, interval_ms=50)])
+    assert (await admin.Drain(admin_pb2.DrainRequest())).running == 1
+    assert (await refusal(served.stub)).reason == "DRAINING"
+    rest = [response async for response in running]
+    assert rest[-1].HasField("finished")
+
+
+async def test_the_service_is_off_by_default(serve: Serve) -> None:
+    served = await serve(echo())
+    assert served.server.admin_port == 0
+    stub = admin_pb2_grpc.AdminServiceStub(served.channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.PauseStage(admin_pb2.PauseStageRequest(target=TARGET))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
