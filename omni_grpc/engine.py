@@ -26,7 +26,7 @@ from omni_grpc.admission import (
 )
 from omni_grpc.budget import Budget, Share
 from omni_grpc.config import ServerConfig
-from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, OmniError, PipelineNotFound
+from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, PipelineNotFound
 from omni_grpc.lane import Chunk, Feeder, Lane, Summary
 from omni_grpc.orchestrator import AbortOutcome, Orchestrator
 from omni_grpc.params import merge

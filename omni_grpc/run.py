@@ -45,6 +45,7 @@ from omni_grpc.types import (
     Event,
     EventChange,
     EventNotice,
+    Finished,
     FinishReason,
     InteractionEvent,
     Interrupted,
@@ -651,6 +652,9 @@ class Run:
             if tap.congested:
                 # Its session is told so; what it did not read is freed now.
                 tap.overrun()
+        if isinstance(event, Finished):
+            # The client is told of success: nothing can make an error of it any more.
+            self.close(None)
         return numbered
 
     # ------------------------------------------------------------ the end

@@ -284,7 +284,9 @@ def id_of(one: Session) -> str:
     return one.heard[0].setup_complete.request_id
 
 
-def film(chunks: int = 1000, interval_ms: float = 20, **fields: Any) -> list[params_pb2.StageParams]:
+def film(
+    chunks: int = 1000, interval_ms: float = 20, **fields: Any
+) -> list[params_pb2.StageParams]:
     """A script for the text stage: so many chunks, at this pace."""
     return [script(outputs=chunks, interval_ms=interval_ms, **fields)]
 

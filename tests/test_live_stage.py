@@ -1,12 +1,9 @@
-"""The film that obeys: engine `live`, driven as its host drives it."""
+"""The film that obeys: engine `live`, its films and its events."""
 
 from __future__ import annotations
 
-import asyncio
 import io
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from typing import Any
 
 import av
@@ -14,35 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from omni_grpc.config import load_pipeline
-from omni_grpc.errors import InvalidField, NotSupported, OmniError
-from omni_grpc.ipc import Feed, StageSpec, Task
-from omni_grpc.params import KIND_BY_ENGINE
-from omni_grpc.stages.base import Inputs
-from omni_grpc.stages.live import Film, LiveStage
-from omni_grpc.stages.pace import Pace
-from omni_grpc.stages.painter.captions import CAPTIONS, Caption, Colour, Shape, parse
-from omni_grpc.stages.painter.judge import Judge
+from omni_grpc.errors import InvalidField, NotSupported
+from omni_grpc.ipc import Task
+from omni_grpc.stages.drift import Scene, mix
+from omni_grpc.stages.live import LiveStage
+from omni_grpc.stages.painter.captions import Colour, Shape, parse
 from omni_grpc.types import (
-    DiffusionParams,
     EventState,
     InteractionEvent,
     Media,
     Modality,
     Prompt,
-    StageOutput,
-    Text,
     TokenIds,
-    Video,
-    VideoFormat,
 )
-from tests.support import eventually
-
-RED = "a large red circle on a white background"
-BLUE = "a large blue square on a white background"
-GREEN = "a small green ring on a black background"
-K = 4
-"""Frames of a chunk."""
+from tests.films import BLUE, GREEN, RED, K, Session, all_of, loaded
 
 QUEUED, STARTED, COMPLETED, SUPERSEDED, EXPIRED = (
     EventState.QUEUED,
@@ -53,120 +35,19 @@ QUEUED, STARTED, COMPLETED, SUPERSEDED, EXPIRED = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def judge() -> Judge:
-    return Judge()
-
-
-def spec(**arguments: Any) -> StageSpec:
-    return StageSpec("film", "painter", 0, "live", "painter", "cpu", arguments)
-
-
-async def loaded(**arguments: Any) -> LiveStage:
-    stage = LiveStage(spec(chunk_frames=K, **arguments))
-    await stage.load()
-    return stage
-
-
 @pytest.fixture(scope="module")
 async def stage() -> AsyncIterator[LiveStage]:
     """As fast as it can."""
-    stage = await loaded(realtime=False)
-    yield stage
-    await stage.close()
-
-
-@pytest.fixture(scope="module")
-async def watched() -> AsyncIterator[LiveStage]:
-    """In real time, chunks of 0.2 s."""
-    stage = await loaded(fps=20, buffer_chunks=2)
-    yield stage
-    await stage.close()
-
-
-class Session:
-    """One film as a host runs it: what it gave, and events for it at chosen chunks."""
-
-    def __init__(self, stage: LiveStage, text: str = RED, **params: Any) -> None:
-        self.stage = stage
-        self.task = Task(1, "film", DiffusionParams(**params), 60, prompt=Prompt(Text(text)))
-        self.outputs: list[StageOutput] = []
-        self.arrived: list[float] = []
-        """When each chunk came."""
-        self.plan: dict[int, list[InteractionEvent]] = {}
-        """Events to send when the chunk of that number has come."""
-        self.refused: list[OmniError] = []
-        self.film: Film | None = None
-
-    def at(self, chunk: int, name: str, prompt: str | None = None, **changes: Any) -> Session:
-        self.plan.setdefault(chunk, []).append(InteractionEvent(name, prompt, **changes))
-        return self
-
-    async def run(self, on_chunk: Callable[[int], Awaitable[None]] | None = None) -> Session:
-        self.film = await self.stage.prepare(self.task)
-        inputs = Inputs()
-        inputs.put(Feed(1, end=True))
-        running: Any = self.stage.run(self.task, self.film, inputs)
-        async with aclosing(running) as outputs:
-            async for output in outputs:
-                self.outputs.append(output)
-                if output.payload is not None:
-                    self.arrived.append(time.monotonic())
-                    for event in self.plan.get(len(self.arrived) - 1, []):
-                        await self.steer(event)
-                    if on_chunk is not None:
-                        await on_chunk(len(self.arrived) - 1)
-        return self
-
-    async def steer(self, event: InteractionEvent) -> None:
-        assert self.film is not None
-        try:
-            changes = await self.stage.steer(self.task, self.film, event)
-        except OmniError as error:
-            self.refused.append(error)
-        else:
-            self.outputs += [StageOutput(event=change) for change in changes]
-
-    @property
-    def chunks(self) -> list[Video]:
-        return [o.payload for o in self.outputs if isinstance(o.payload, Video)]
-
-    @property
-    def pixels(self) -> np.ndarray:
-        """[frames, 32, 32, 3]"""
-        data = b"".join(chunk.data for chunk in self.chunks)
-        return np.frombuffer(data, np.uint8).reshape(-1, 32, 32, 3)
-
-    @property
-    def life(self) -> list[tuple[str, EventState, int | None]]:
-        changes = [o.event for o in self.outputs if o.event is not None]
-        return [(c.event_id, c.state, c.chunk) for c in changes]
-
-    def shown(self, judge: Judge) -> list[list[Caption]]:
-        """What each frame of each chunk is read as."""
-        values = torch.tensor(self.pixels).movedim(-1, 1) / 127.5 - 1
-        read = judge.read(values).captions
-        return [read[c.first_frame : c.first_frame + c.frame_count] for c in self.chunks]
-
-
-def all_of(frames: Sequence[Caption], colour: Colour, shape: Shape) -> bool:
-    return all((c.colour, c.shape) == (colour, shape) for c in frames)
+    async with loaded(realtime=False) as stage:
+        yield stage
 
 
 # ------------------------------------------------------------ films
 
 
-async def test_a_film_is_read_as_its_caption_and_moves(stage: LiveStage, judge: Judge) -> None:
+async def test_a_film_is_read_as_its_caption_and_moves(stage: LiveStage) -> None:
     session = await Session(stage, frames=60, seed=1).run()
-    read = [caption for chunk in session.shown(judge) for caption in chunk]
+    read = [caption for chunk in session.shown() for caption in chunk]
     assert sum(caption == parse(RED) for caption in read) >= 57
     steps = np.abs(np.diff(session.pixels.astype(int), axis=0)).mean((1, 2, 3))
     far = np.abs(session.pixels[0].astype(int) - session.pixels[16]).mean()
@@ -212,10 +93,10 @@ async def test_an_mp4_is_written_chunk_by_chunk(stage: LiveStage) -> None:
 
 
 async def test_a_hard_cut_shows_the_new_caption_in_the_first_chunk_that_names_it(
-    stage: LiveStage, judge: Judge
+    stage: LiveStage,
 ) -> None:
     session = Session(stage, frames=24, seed=2).at(2, "cut", BLUE, transition_chunks=0)
-    shown = (await session.run()).shown(judge)
+    shown = (await session.run()).shown()
     active = [c.active_event_ids for c in session.chunks]
     assert active == [(), (), (), ("cut",), ("cut",), ("cut",)]
     assert all(all_of(chunk, Colour.RED, Shape.CIRCLE) for chunk in shown[:3])
@@ -225,10 +106,10 @@ async def test_a_hard_cut_shows_the_new_caption_in_the_first_chunk_that_names_it
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 async def test_a_transition_goes_steadily_and_ends_with_its_last_chunk(
-    stage: LiveStage, judge: Judge, seed: int
+    stage: LiveStage, seed: int
 ) -> None:
     session = Session(stage, frames=24, seed=seed).at(1, "fade", BLUE)
-    shown = (await session.run()).shown(judge)
+    shown = (await session.run()).shown()
     assert session.life == [("fade", STARTED, 2), ("fade", COMPLETED, 4)]
     assert [c.active_event_ids for c in session.chunks] == [(), (), *[("fade",)] * 4]
     assert all_of(shown[1], Colour.RED, Shape.CIRCLE)
@@ -249,11 +130,11 @@ async def test_states_come_right_before_the_chunk_that_they_concern(stage: LiveS
 
 
 async def test_the_newer_of_two_events_in_one_chunk_is_the_one_that_counts(
-    stage: LiveStage, judge: Judge
+    stage: LiveStage,
 ) -> None:
     session = Session(stage, frames=16, seed=1)
     session.at(0, "first", GREEN, transition_chunks=0).at(0, "second", BLUE, transition_chunks=0)
-    shown = (await session.run()).shown(judge)
+    shown = (await session.run()).shown()
     assert session.life == [
         ("first", SUPERSEDED, None),
         ("second", STARTED, 1),
@@ -262,12 +143,10 @@ async def test_the_newer_of_two_events_in_one_chunk_is_the_one_that_counts(
     assert all_of(shown[1], Colour.BLUE, Shape.SQUARE)
 
 
-async def test_an_event_takes_over_from_where_another_one_is(
-    stage: LiveStage, judge: Judge
-) -> None:
+async def test_an_event_takes_over_from_where_another_one_is(stage: LiveStage) -> None:
     session = Session(stage, frames=32, seed=1)
     session.at(0, "fade", BLUE).at(1, "turn", GREEN, transition_chunks=4)
-    shown = (await session.run()).shown(judge)
+    shown = (await session.run()).shown()
     assert session.life == [
         ("fade", STARTED, 1),
         ("fade", SUPERSEDED, 2),
@@ -293,12 +172,12 @@ async def test_what_is_not_complete_at_the_end_expires(stage: LiveStage) -> None
     assert session.life[-1] == ("after", EXPIRED, None)
 
 
-async def test_an_event_changes_only_what_it_names(stage: LiveStage, judge: Judge) -> None:
+async def test_an_event_changes_only_what_it_names(stage: LiveStage) -> None:
     session = Session(stage, frames=28, seed=1).at(0, "caption", BLUE, transition_chunks=3)
     session.at(1, "scale", parameters={"guidance_scale": 2.0}, transition_chunks=0)
     session.at(4, "seed", parameters={"seed": 5.0}, transition_chunks=0)
     session.at(5, "not", negative_prompt=GREEN, transition_chunks=0)
-    shown = (await session.run()).shown(judge)
+    shown = (await session.run()).shown()
     # The caption was on its way when another event took over; it is asked for still.
     assert ("caption", SUPERSEDED, 2) in session.life and ("not", COMPLETED, 6) in session.life
     assert all(all_of(chunk, Colour.BLUE, Shape.SQUARE) for chunk in shown[2:])
@@ -356,145 +235,10 @@ async def test_what_is_wrong_with_a_film_is_said_before_it_begins(stage: LiveSta
         await stage.prepare(ids)
 
 
-# ------------------------------------------------------------ many, and the clock
-
-
-async def test_films_share_batches_and_do_not_mix(stage: LiveStage, judge: Judge) -> None:
-    captions = CAPTIONS[::36]
-    before = stage.statistics().counters
-    sessions = [Session(stage, str(c), frames=12, seed=n) for n, c in enumerate(captions)]
-    for place, session in enumerate(sessions):
-        session.at(place % 2, "cut", str(captions[place - 1]), transition_chunks=0)
-    await asyncio.gather(*(session.run() for session in sessions))
-    for place, session in enumerate(sessions):
-        shown = session.shown(judge)
-        assert set(shown[0]) == {captions[place]} and set(shown[-1]) == {captions[place - 1]}
-    after = stage.statistics().counters
-    assert after["largest_batch"] >= 3
-    assert after["chunks"] - before["chunks"] == 3 * len(sessions)
-    assert after["batches"] - before["batches"] < after["steps"] - before["steps"]
-
-
-async def test_a_film_without_an_end_stops_at_once_when_cancelled(stage: LiveStage) -> None:
-    session = Session(stage, seed=1, steps=200)
-    running = asyncio.create_task(session.run())
-    await eventually(lambda: stage.statistics().work_left, within=5)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert not stage.statistics().work_left and not session.chunks
-    await asyncio.sleep(0.1)  # the step that was under way
-    steps = stage.statistics().counters["steps"]
-    await asyncio.sleep(0.1)
-    assert stage.statistics().counters["steps"] == steps
-
-
-async def test_a_film_keeps_its_pace_and_is_never_far_ahead(watched: LiveStage) -> None:
-    session = await Session(watched, frames=10 * K, seed=1).run()
-    chunk_s, buffer = K / 20, 2
-    since = [at - session.arrived[0] for at in session.arrived]
-    for chunk, at in enumerate(since):
-        assert at >= (chunk - buffer) * chunk_s - 0.02, f"chunk {chunk} is too far ahead"
-    assert since[-1] < 12 * chunk_s
-    assert watched.statistics().counters["underruns"] <= 2
-
-
-async def test_events_are_taken_while_a_film_waits_for_its_time(watched: LiveStage) -> None:
-    session = Session(watched, frames=8 * K, seed=1)
-
-    async def steer_between(chunk: int) -> None:
-        if chunk == 3:
-            loop = asyncio.get_running_loop()
-            event = InteractionEvent("cut", BLUE, transition_chunks=0)
-            later = loop.call_later(0.05, lambda: tasks.append(loop.create_task(steer(event))))
-            assert later
-
-    async def steer(event: InteractionEvent) -> None:
-        begun = time.monotonic()
-        await session.steer(event)
-        took.append(time.monotonic() - begun)
-
-    tasks: list[asyncio.Task[None]] = []
-    took: list[float] = []
-    await session.run(steer_between)
-    assert took and took[0] < 0.15
-    assert session.life[0][:2] == ("cut", STARTED) and session.life[0][2] in (4, 5)
-
-
-class Clock:
-    """A clock that only sleeping and `now` move."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-async def paced(
-    makes: Sequence[float], holds: Sequence[float], buffer_chunks: int = 1
-) -> tuple[list[float], int]:
-    """When each chunk of 1 s was ready, if making it takes that long and the consumer then holds it
-    that long; and how many underruns there were."""
-    clock = Clock()
-    pace = Pace(1.0, buffer_chunks, clock, clock.sleep)
-    times = []
-    for chunk, (make, hold) in enumerate(zip(makes, holds, strict=True)):
-        await pace.turn(chunk)
-        clock.now += make
-        pace.ready(chunk)
-        times.append(round(clock.now - 100, 6))
-        clock.now += hold
-        pace.taken(chunk)
-    return times, pace.underruns
-
-
-@pytest.mark.parametrize(
-    ("buffer_chunks", "times"),
-    [(1, [0.25, 0.5, 1.5, 2.5]), (2, [0.25, 0.5, 0.75, 1.5]), (9, [0.25, 0.5, 0.75, 1.0])],
-)
-async def test_what_is_made_fast_waits_for_its_viewer(
-    buffer_chunks: int, times: list[float]
-) -> None:
-    assert await paced([0.25] * 4, [0.0] * 4, buffer_chunks) == (times, 0)
-
-
-async def test_what_is_made_late_is_an_underrun_and_is_not_caught_up_with() -> None:
-    # Chunk 1 is due 1 s after chunk 0 came, and is made in 3 s: all after it is 2 s late.
-    times, underruns = await paced([0.25, 3.0, 0.25, 0.25], [0.0] * 4)
-    assert (times, underruns) == ([0.25, 3.25, 3.5, 4.5], 1)
-    slow, underruns = await paced([0.25, 1.5, 1.5, 1.5], [0.0] * 4)
-    assert (slow, underruns) == ([0.25, 1.75, 3.25, 4.75], 3)
-
-
-async def test_a_consumer_that_holds_chunks_back_makes_no_underrun() -> None:
-    times, underruns = await paced([0.25] * 4, [0.0, 30.0, 0.0, 0.0])
-    assert (times, underruns) == ([0.25, 0.5, 30.75, 31.75], 0)
-
-
-# ------------------------------------------------------------ what it says of itself
-
-
-async def test_the_pipeline_tells_its_rate_and_that_it_takes_events() -> None:
-    config = load_pipeline("shapes-live")
-    (painter,) = config.stages
-    arguments = painter.engine_args
-    stage = LiveStage(spec(**arguments))
-    try:
-        facts = await stage.load()
-    finally:
-        await stage.close()
-    assert facts.interactive and not facts.resumable
-    assert facts.output_format == VideoFormat("video/x-raw-rgb", 32, 32, 12.0)
-    assert KIND_BY_ENGINE["live"] is DiffusionParams
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"fps": 0}, {"chunk_frames": 0}, {"buffer_chunks": 0}, {"speed": 2}]
-)
-async def test_an_engine_argument_that_is_wrong_is_named(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        LiveStage(spec(**arguments))
+def test_scenes_blend_in_all_that_can_be_blended() -> None:
+    zero, one = torch.zeros(4, 8), torch.ones(4, 8)
+    base, target = Scene(zero, one, 1.0, seed=1), Scene(one, zero, 5.0, seed=2)
+    blend = mix(base, target, 0.25)
+    assert (blend.guidance, blend.seed) == (2.0, 2)
+    assert (blend.cond == 0.25).all() and (blend.uncond == 0.75).all()
+    assert mix(base, target, 1.0) is target

@@ -23,7 +23,7 @@ from tests.sessions import (
     session,
     talk,
 )
-from tests.streaming import new_id, opened
+from tests.streaming import opened
 from tests.support import (
     TEXT,
     RichError,
@@ -132,7 +132,9 @@ async def test_open_is_refused_as_a_plain_request_is(name: str, stub: Any) -> No
     error = await one.failed()
     assert cause(error) == (code, reason) and one.heard == []
     assert error.trailers["omni-pod"]
-    plain = await refusal(stub, ask(**fields) if "prompt" in fields else None, prompt=fields.get("prompt"))
+    plain = await refusal(
+        stub, ask(**fields) if "prompt" in fields else None, prompt=fields.get("prompt")
+    )
     assert (cause(error), error.violations) == (cause(plain), plain.violations)
 
 
@@ -182,11 +184,13 @@ async def test_who_attached_hears_copies_from_now_on(stub: Any) -> None:
 
 
 async def test_who_wants_no_outputs_gets_none(stub: Any) -> None:
-    async with session(stub, prompt={"text": "x"}, stage_params=film(10)) as owner:
-        async with attached(stub, id_of(owner)) as two:
-            await owner.finished()
-            assert await two.ended() is None
-            assert two.kinds == ["setup_complete"]
+    async with (
+        session(stub, prompt={"text": "x"}, stage_params=film(10)) as owner,
+        attached(stub, id_of(owner)) as two,
+    ):
+        await owner.finished()
+        assert await two.ended() is None
+        assert two.kinds == ["setup_complete"]
 
 
 async def test_a_plain_request_can_be_attached_to(stub: Any) -> None:
@@ -244,13 +248,15 @@ async def test_a_slow_listener_is_let_go_and_slows_nobody(serve: Serve) -> None:
         async with session(served.stub, stage_params=film(20, 50), **fields) as owner:
             await owner.finished()
         begun = time.perf_counter()
-        async with session(served.stub, stage_params=large, **fields) as owner:
-            async with attached(stub_of(channel), id_of(owner), outputs=True) as slow:
-                slow.pause()
-                await owner.finished()
-                took = time.perf_counter() - begun
-                slow.resume()
-                assert cause(await slow.failed()) == (S.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
+        async with (
+            session(served.stub, stage_params=large, **fields) as owner,
+            attached(stub_of(channel), id_of(owner), outputs=True) as slow,
+        ):
+            slow.pause()
+            await owner.finished()
+            took = time.perf_counter() - begun
+            slow.resume()
+            assert cause(await slow.failed()) == (S.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
     assert len(owner.text) == 40_000_000 and took < 15
 
 
@@ -258,17 +264,19 @@ async def test_what_waits_for_a_slow_listener_is_bounded(serve: Serve) -> None:
     served = await serve(echo(), queue_bytes=1 << 20)
     large = [script(outputs=100, bytes=200_000)]
     fields = {"prompt": {"text": "x"}, "output_modalities": [TEXT]}
-    async with client(served.server) as channel:
-        async with session(served.stub, stage_params=large, **fields) as owner:
-            run = served.server.engine.orchestrator.find(id_of(owner))
-            async with attached(stub_of(channel), id_of(owner), outputs=True) as slow:
-                slow.pause()
-                [tap], most = run.taps, 0
-                while not owner.over:
-                    most = max(most, tap.bytes)
-                    await asyncio.sleep(0)
-                slow.resume()
-                await slow.ended()
+    async with (
+        client(served.server) as channel,
+        session(served.stub, stage_params=large, **fields) as owner,
+    ):
+        run = served.server.engine.orchestrator.find(id_of(owner))
+        async with attached(stub_of(channel), id_of(owner), outputs=True) as slow:
+            slow.pause()
+            [tap], most = run.taps, 0
+            while not owner.over:
+                most = max(most, tap.bytes)
+                await asyncio.sleep(0)
+            slow.resume()
+            await slow.ended()
     # Text counts four bytes a character; one output may be over.
     assert most <= (1 << 20) + 4 * 210_000
 
@@ -337,12 +345,14 @@ async def test_half_close_with_nothing_is_invalid(stub: Any) -> None:
 
 
 async def test_the_deadline_ends_it_for_all(stub: Any) -> None:
-    async with talk(stub, timeout=0.6, stage_params=film()) as owner:
-        async with attached(stub, id_of(owner), outputs=True) as two:
-            await owner.update(0, "x", end=True)
-            assert (await owner.failed()).code is S.DEADLINE_EXCEEDED
-            error = await two.failed()
-            assert cause(error) in ((S.DEADLINE_EXCEEDED, "DEADLINE"), ABORTED)
+    async with (
+        talk(stub, timeout=0.6, stage_params=film()) as owner,
+        attached(stub, id_of(owner), outputs=True) as two,
+    ):
+        await owner.update(0, "x", end=True)
+        assert (await owner.failed()).code is S.DEADLINE_EXCEEDED
+        error = await two.failed()
+        assert cause(error) in ((S.DEADLINE_EXCEEDED, "DEADLINE"), ABORTED)
 
 
 async def test_input_that_stays_away_ends_it(serve: Serve) -> None:

@@ -57,7 +57,7 @@ def samples(path: Path) -> bytes:
     try:
         with wave.open(str(path)) as file:
             assert (file.getframerate(), file.getnchannels()) == (24000, 1)
-            return file.readframes(file.getnframes())
+            return bytes(file.readframes(file.getnframes()))
     except (FileNotFoundError, EOFError):
         return b""
 

@@ -114,7 +114,7 @@ async def test_another_may_feed(client: OmniClient, echo_server: Server) -> None
 
 
 async def test_a_whole_request_must_be_resumable(client: OmniClient) -> None:
-    whole = AddRequestRequest(request_id=new_id(), output_modalities=[1])
+    whole = AddRequestRequest(request_id=new_id(), output_modalities=["MODALITY_TEXT"])
     with pytest.raises(ValueError, match="resumable"):
         async with client.open(whole):
             pass

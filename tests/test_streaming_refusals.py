@@ -340,8 +340,8 @@ async def test_a_bad_chunk_takes_its_own_directories_only(
         owned = directories(streams_server, request.id)
         error = await refused(streams, request.id, chunk(1, prompt={"text": prompt}))
         assert error.reason == reason and "secret" not in error.message
-        root = owned[0].parent
-        await eventually(lambda: set(root.iterdir()) == set(owned))
+        root = streams_server.engine.orchestrator._artifact_root
+        await eventually(lambda: set(root.glob("*/*")) == set(owned))
         assert directories(streams_server, request.id) == owned
         assert [(path / "prompt").read_text() for path in owned] == ["a", "b"]
         await feed(streams, request.id, [chunk(1, prompt={"text": "c"})])
@@ -372,8 +372,8 @@ async def test_a_pipeline_without_segments_takes_no_resumable_request(
     ("params", "path"),
     [
         (SamplingParams(n=2), "p.n"),
-        (SamplingParams(stop=["."]), "p.stop"),
-        (SamplingParams(n=1, stop=[], stop_token_ids=[3]), None),
+        (SamplingParams(stop=(".",)), "p.stop"),
+        (SamplingParams(n=1, stop=(), stop_token_ids=(3,)), None),
     ],
 )
 def test_a_segment_has_one_answer_that_ends_by_itself(

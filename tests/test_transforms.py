@@ -18,7 +18,7 @@ from omni_grpc import run as run_module
 from omni_grpc import submission
 from omni_grpc.artifacts import Artifacts
 from omni_grpc.server import Server
-from omni_grpc.types import Text, TokenIds
+from omni_grpc.types import Text
 from omni_grpc.v1 import service_pb2
 from tests import guided
 from tests.conftest import Serve
@@ -602,8 +602,3 @@ async def test_deleting_is_quiet_about_what_is_gone(tmp_path: Path) -> None:
     part = artifacts.part()
     with pytest.raises(RuntimeError):
         part.make_directory()
-
-
-def test_ids_are_copied() -> None:
-    """What `mutate` relies on to be a test: ids are a list, which a transform could change."""
-    assert isinstance(TokenIds([1]).ids, list)
