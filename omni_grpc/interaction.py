@@ -35,6 +35,7 @@ from omni_grpc.types import (
 
 log = logging.getLogger(__name__)
 
+HALF_CLOSE_GRACE_S = 0.05
 QUEUED_UPDATES = 256
 """Chunks of input that may wait in a session before its client is made to wait."""
 
@@ -149,6 +150,8 @@ class Session:
         try:
             async for message in messages:
                 await self._act(message)
+            # A call that is lost ends the iterator too, and cancels us a moment later.
+            await asyncio.sleep(HALF_CLOSE_GRACE_S)
             if self._owner:
                 await self._updates.put(EndInput(half_closed=True))
             await self._updates.join()

@@ -250,6 +250,12 @@ async def gone(server: Server, request_id: str) -> None:
     assert not lane.ended
 
 
+async def taken(server: Server, request_id: str, count: int) -> None:
+    """Returns when the server has taken so many chunks, over the request's life."""
+    lane = lane_of(server, request_id)
+    await eventually(lambda: lane.next_seq >= count, within=5)
+
+
 async def sent(
     stub: Any, server: Server, request_id: str, *chunks: service_pb2.UpdateChunk
 ) -> None:

@@ -152,7 +152,7 @@ class OutboxMachine(RuleBasedStateMachine):
         if self.discarded:
             assert len(self.box) == 0 or not self.closed
             return
-        waiting = [event for event, _ in self.box._events]
+        waiting: list[Any] = [event for event, _ in self.box._events]
         assert content(self.got + waiting) == content(self.put)
 
     @invariant()
@@ -444,7 +444,8 @@ def test_merged_text_stays_within_1_mib() -> None:
     box = Outbox(1 << 30)
     for entries in logprobs_of(2000, 20):
         box.put(Output("a", 0, 0, TextDelta("🦜" * 20, [1], [entries])))
-    sizes = [encoded(0, 0, event).ByteSize() for event, _ in box._events]
+    events: list[Any] = [event for event, _ in box._events]
+    sizes = [encoded(0, 0, event).ByteSize() for event in events]
     assert max(sizes) <= MIB
 
 

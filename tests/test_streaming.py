@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omni_grpc.server import Server
-from tests.streaming import Feeding, chunk, feed, gone, lane_of, opened, pieces, refused
+from tests.streaming import Feeding, chunk, feed, gone, lane_of, opened, pieces, refused, taken
 from tests.support import (
     ROOT,
     Response,
@@ -240,9 +240,10 @@ async def test_a_feeder_lost_behind_its_half_close_changes_nothing(
         assert texts(await request.finished()) == "a b"
 
 
-async def test_only_one_feeds_at_a_time(stub: Any) -> None:
+async def test_only_one_feeds_at_a_time(stub: Any, echo_server: Server) -> None:
     async with opened(stub) as request:
         first = await Feeding(stub, request.id).send(chunk(0, "a "))
+        await taken(echo_server, request.id, 1)
         error = await refused(stub, request.id)
         assert (error.code, error.reason) == (S.ALREADY_EXISTS, "FEEDER_ACTIVE")
         await first.send(chunk(1, "b"))

@@ -29,7 +29,7 @@ from omni_grpc_client import (
     StreamedRequest,
     TextDelta,
 )
-from tests.streaming import lane_of, new_id
+from tests.streaming import lane_of, new_id, taken
 from tests.support import eventually, freed, in_flight
 
 
@@ -159,13 +159,14 @@ async def test_sound_to_a_pipeline_of_text(client: OmniClient) -> None:
         assert error.value.reason == "NOT_SUPPORTED"
 
 
-async def test_unknown_requests_and_second_feeders(client: OmniClient) -> None:
+async def test_unknown_requests_and_second_feeders(client: OmniClient, echo_server: Server) -> None:
     with pytest.raises(NotFoundError):
         async with client.feed("nobody") as feeder:
             await feeder.send("x")
             await feeder.finish()
     async with client.open() as request:
         await request.send("x")
+        await taken(echo_server, request.request_id, 1)
         with pytest.raises(AlreadyExistsError) as error:
             async with client.feed(request.request_id) as second:
                 await second.finish()

@@ -17,6 +17,7 @@ from tests.streaming import (
     feed,
     opened,
     sent,
+    taken,
 )
 from tests.support import (
     AUDIO,
@@ -103,6 +104,7 @@ async def test_the_owner_leaves(stub: Any, echo_server: Server) -> None:
 async def test_abort_ends_both_calls(stub: Any, echo_server: Server) -> None:
     async with opened(stub) as request:
         feeding = await Feeding(stub, request.id).send(chunk(0, "a", end=True), chunk(1, "b"))
+        await taken(echo_server, request.id, 2)
         answer = await stub.Abort(service_pb2.AbortRequest(request_ids=[request.id]))
         assert [r.outcome for r in answer.results] == [service_pb2.AbortResponse.OUTCOME_ABORTED]
         assert in_flight(echo_server) == 0
@@ -111,8 +113,9 @@ async def test_abort_ends_both_calls(stub: Any, echo_server: Server) -> None:
 
 
 async def test_the_owners_deadline_ends_the_feeder(stub: Any, echo_server: Server) -> None:
-    async with opened(stub, timeout=0.4) as request:
+    async with opened(stub, timeout=0.6) as request:
         feeding = await Feeding(stub, request.id).send(chunk(0, "a"))
+        await taken(echo_server, request.id, 1)
         error, failed = await feeding.refused(), await request.failed()
         # Whoever is first: the server's clock, or the owner's, which then cancels.
         assert (error.code, error.reason) in (
@@ -125,7 +128,8 @@ async def test_the_owners_deadline_ends_the_feeder(stub: Any, echo_server: Serve
 
 async def test_the_feeders_deadline_is_its_own(stub: Any, echo_server: Server) -> None:
     async with opened(stub) as request:
-        feeding = await Feeding(stub, request.id, timeout=0.2).send(chunk(0, "a "))
+        feeding = await Feeding(stub, request.id, timeout=0.5).send(chunk(0, "a "))
+        await taken(echo_server, request.id, 1)
         assert (await feeding.refused()).code is S.DEADLINE_EXCEEDED
         await sent(stub, echo_server, request.id, chunk(1, "b"))
         await feed(stub, request.id, [])

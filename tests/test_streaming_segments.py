@@ -21,6 +21,7 @@ from tests.streaming import (
     opened,
     refused,
     sent,
+    taken,
 )
 from tests.support import (
     AUDIO,
@@ -194,6 +195,7 @@ async def test_a_replica_lost_before_anything_came(serve: Serve) -> None:
     served = await serve(echo({"name": "mortal"}, restart={"backoff": 0.05}))
     async with opened(served.stub) as request:
         feeding = await Feeding(served.stub, request.id).send(chunk(0, "a"))
+        await taken(served.server, request.id, 1)
         dying = chunk(1, "b", end=True)
         [thinker] = replicas("mortal", "text")
         thinker.kill()

@@ -395,7 +395,7 @@ async def test_later_turns_know_the_first(voice: Any, voice_server: Server) -> N
     small.)"""
     brief, cats = sampling(max_tokens=30), re.compile("cat|kitten|feline", re.IGNORECASE)
     said = ["Hello, I am Ada. I like cats.", "What is my name?", "What do I like?"]
-    fields = {"output_modalities": [TEXT], "stage_params": brief}
+    fields: dict[str, Any] = {"output_modalities": [TEXT], "stage_params": brief}
     async with opened(voice, timeout=120, **fields) as request:
         chunks = [chunk(n, text, end=True) for n, text in enumerate(said)]
         await feed(voice, request.id, chunks)
