@@ -30,6 +30,9 @@ from omni_grpc.types import (
     UpdateChunk,
 )
 
+GUIDED = ("diffusion", "live", "diffusers", "fake", "python")
+"""Engines that a negative text may guide."""
+
 
 def check_prompt(request: Request, pipeline: Pipeline) -> None:
     """Whether the pipeline takes such a prompt."""
@@ -52,6 +55,14 @@ def check_content(prompt: Prompt, pipeline: Pipeline, path: str) -> None:
         raise unsupported(f"{path}.{form}", f"pipeline {pipeline.name!r} does not take {described}")
     if prompt.negative_text is not None and not pipeline.config.guidance:
         raise unsupported(f"{path}.negative_text", f"pipeline {pipeline.name!r} has no guidance")
+
+
+def check_guidance(prompt: Prompt, needed: Iterable[StageNode]) -> None:
+    """Refuses a negative text where no stage that will run is guided by it."""
+    if prompt.negative_text is None:
+        return
+    if not any(node.config.engine in GUIDED for node in needed):
+        raise InvalidField("prompt.negative_text", "guides none of the wanted outputs")
 
 
 def media_bytes(prompt: Prompt) -> int:

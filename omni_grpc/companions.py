@@ -55,6 +55,9 @@ class CompanionRun:
     def on_fed(self, number: int, error: OmniError | None) -> None:
         log.error("companion %s: nothing was fed", self.task.request_id)
 
+    def on_unsendable(self, error: OmniError) -> None:
+        self._run.close(error)
+
     def on_taken(self, size: int) -> None:
         log.error("companion %s: nothing was fed", self.task.request_id)
 

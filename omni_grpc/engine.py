@@ -17,6 +17,7 @@ from pathlib import Path
 
 from omni_grpc.admission import (
     check_answers,
+    check_guidance,
     check_options,
     check_prompt,
     check_resumable,
@@ -98,6 +99,7 @@ class Engine:
         needed = pipeline.needed(finals)
         check_prompt(request, pipeline)
         check_options(request.options, pipeline.entry)
+        check_guidance(request.prompt, needed)
         requested, paths = requested_params(request.stage_params, pipeline, "stage_params")
         params = {}
         for node in pipeline.stages.values():

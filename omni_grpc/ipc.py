@@ -263,6 +263,10 @@ class Channel(Generic[Out, In]):
     def __init__(self, socket: zmq.asyncio.Socket, receives: Any) -> None:
         self._socket = socket
         self._encoder = msgspec.msgpack.Encoder()
+        self._receives = receives
+        self.on_unreadable: Callable[[dict[str, Any]], None] | None = None
+        """Hears of a message that is of no known form, as a mapping; the rest of its batch is read.
+        By default the whole batch is refused."""
         self._decoder: msgspec.msgpack.Decoder[list[In]] = msgspec.msgpack.Decoder(list[receives])
         self._outbox: list[Out] = []
         self.repair: Callable[[list[Out], Callable[[Out], bool]], list[Out]] | None = None
@@ -317,8 +321,24 @@ class Channel(Generic[Out, In]):
         return True
 
     async def receive(self) -> list[In]:
-        """The next batch. Cancelling loses nothing."""
-        return self._decoder.decode(await self._socket.recv())
+        """The next batch, without what cannot be read. Cancelling loses nothing."""
+        data = await self._socket.recv()
+        try:
+            return self._decoder.decode(data)
+        except msgspec.ValidationError:
+            if self.on_unreadable is None:
+                raise
+            return self._readable(data, self.on_unreadable)
+
+    def _readable(self, data: bytes, on_unreadable: Callable[[dict[str, Any]], None]) -> list[In]:
+        batch: list[In] = []
+        for message in msgspec.msgpack.decode(data):
+            try:
+                batch += msgspec.convert([message], list[self._receives])  # type: ignore[name-defined]
+            except msgspec.ValidationError:
+                log.exception("a message cannot be read")
+                on_unreadable(message)
+        return batch
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket; what was sent and is not out yet is dropped after `linger_ms`."""

@@ -75,6 +75,8 @@ class Lane:
         self._feeder: Feeder | None = None
         self._pending: asyncio.Future[None] | None = None
         self._under_way: tuple[Chunk, bool] | None = None
+        self._closed: OmniError | None = None
+        """Why nothing more is taken, once the request has ended."""
         self.open_chunks: list[Chunk] = []
         """The chunks of the segment that is open: what a new stage 0 must be given again."""
 
@@ -157,6 +159,9 @@ class Lane:
         await self._send(Chunk(self._next_seq, end_of_segment=self._open), end=True)
 
     async def _send(self, chunk: Chunk, *, end: bool) -> None:
+        if self._closed is not None:
+            # Stage 0 may hold no task by now: it would be given one that nobody ends.
+            raise self._closed
         self._numbers += 1
         self._under_way = (chunk, end)
         self._pending = asyncio.get_running_loop().create_future()
@@ -221,8 +226,9 @@ class Lane:
     def close(self, error: OmniError | None) -> None:
         """The request ended, with `error` if it failed: nobody waits any more."""
         self._under_way = None
+        self._closed = error or NotResumable("the request has finished")
         if self._pending is not None and not self._pending.done():
-            self._pending.set_exception(error or NotResumable("the request has finished"))
+            self._pending.set_exception(self._closed)
             self._pending.exception()
 
 

@@ -144,6 +144,13 @@ class Outbox:
         self.overran = True
         self.close(discard=True)
 
+    def abandon(self) -> list[Routed]:
+        """Drops all that waits, but for the notices among it: those are given back."""
+        notices = [event for event, _ in self._events if isinstance(event, Routed)]
+        self._events.clear()
+        self._bytes = 0
+        return notices
+
     def close(self, *, discard: bool) -> None:
         """Nothing comes any more. `discard`: what waits is dropped too."""
         self._closed = True

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,7 +29,7 @@ import zmq.asyncio
 
 from omni_grpc.balance import estimate
 from omni_grpc.config import ServerConfig, StageConfig
-from omni_grpc.errors import OmniError, StageUnavailable, StartError
+from omni_grpc.errors import InternalError, OmniError, StageUnavailable, StartError
 from omni_grpc.ipc import (
     CREDIT_STEP,
     Abort,
@@ -101,6 +101,9 @@ class TaskSink(Protocol):
 
     def on_taken(self, size: int) -> None:
         """The stage took `size` bytes of what other stages fed it."""
+
+    def on_unsendable(self, error: OmniError) -> None:
+        """Input of the task could not be sent. It still runs."""
 
     def on_output(self, output: StageOutput) -> None:
         """The task gave something."""
@@ -254,6 +257,7 @@ class Replica:
 
     async def _spawn(self) -> None:
         self._channel = Channel.bind(self._context, self._address, FromReplica)
+        self._channel.repair = self._repaired
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -397,6 +401,23 @@ class Replica:
         """Sends a message, in order, without waiting. To a replica that is gone: nothing."""
         if self._channel is not None and self.state is not State.GONE:
             self._channel.send(message)
+
+    def _repaired(
+        self, batch: list[ToReplica], sendable: Callable[[ToReplica], bool]
+    ) -> list[ToReplica]:
+        """A bridge or a transform gave what no message can carry: the request that it is about
+        fails, and only that."""
+        error = InternalError("internal error")
+        kept: list[ToReplica] = []
+        for message in batch:
+            if sendable(message):
+                kept.append(message)
+            elif isinstance(message, Submit):
+                if handle := self._tasks.pop(message.task.id, None):
+                    handle.sink.on_refused(error)
+            elif isinstance(message, Feed) and (handle := self._tasks.get(message.task)):
+                handle.sink.on_unsendable(error)
+        return kept
 
     async def _receive(self) -> None:
         assert self._channel is not None

@@ -678,10 +678,13 @@ class Run:
             self._admission.exception()
         if self.lane is not None:
             self.lane.close(error)
-        self._outbox.close(discard=error is not None)
         # Those that listen hear of their events even where all else is dropped.
+        for routed in self._outbox.abandon() if error is not None else ():
+            if self._route(routed):
+                self.put_notice(routed.notice)
         for listener, change in self._ledger.close():
             self._tell(listener, EventNotice(change))
+        self._outbox.close(discard=False)
         for tap in self.taps:
             tap.close(discard=False)
         self._graph.abort()
@@ -698,7 +701,7 @@ class Run:
         if listener is None:
             self.put_notice(notice)
         else:
-            listener.put_urgent(Routed(notice, listener))
+            listener.put(Routed(notice, listener))
 
     def stage_released(self) -> None:
         """Notes that a replica let go; with the last one the run is released."""

@@ -149,6 +149,9 @@ class StageRun:
     def on_fed(self, number: int, error: OmniError | None) -> None:
         self._contained(self._run.stage_fed, self, number, error)
 
+    def on_unsendable(self, error: OmniError) -> None:
+        self._run.close(error)
+
     def on_taken(self, size: int) -> None:
         was_congested = self.congested
         self._ahead -= size

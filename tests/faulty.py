@@ -17,8 +17,10 @@ from omni_grpc.types import (
     Finish,
     FinishReason,
     Payload,
+    Prompt,
     StageFacts,
     StageOutput,
+    Text,
     TextDelta,
 )
 
@@ -132,8 +134,17 @@ class FaultyBridge:
         self._does = getattr(content, "text", "")
         self._misbehave("construction")
 
-    def push(self, payload: Payload) -> Iterable[Payload]:
+    def push(self, payload: Payload) -> Iterable[Payload | Prompt]:
         self._misbehave("push")
+        match self._does:
+            case "give half a surrogate pair":
+                return (TextDelta("\ud83d"),)
+            case "give a number for a text":
+                return (TextDelta(7),)  # type: ignore[arg-type]
+            case "begin with half a surrogate pair":
+                return (Prompt(Text("\ud83d")),)
+            case "begin with a number for a text":
+                return (Prompt(Text(7)),)  # type: ignore[arg-type]
         return (payload,)
 
     def finish(self) -> Iterable[Payload]:

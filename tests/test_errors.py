@@ -355,6 +355,22 @@ async def test_text_of_a_bridges_exception_stays_inside(serve: Serve, place: str
     assert texts(await collect(served.stub, text="fine")) == "fine"
 
 
+@pytest.mark.parametrize("begins", ["give", "begin with"])
+@pytest.mark.parametrize("what", ["half a surrogate pair", "a number for a text"])
+async def test_a_bridge_that_gives_what_no_stage_can_read(
+    serve: Serve, begins: str, what: str
+) -> None:
+    served = await serve(pipeline(BRIDGED))
+    fine = asyncio.create_task(
+        collect(served.stub, text="fine", stage_params=[script(outputs=20, interval_ms=10)])
+    )
+    error = await refusal(served.stub, text=f"{begins} {what}", timeout=3)
+    assert error.code is S.INTERNAL
+    # The same replica goes on with the others.
+    assert (await fine)[-1].HasField("finished")
+    assert texts(await collect(served.stub, text="fine")) == "fine"
+
+
 @pytest.mark.parametrize("does", ["leak a cancellation in prepare", "leak a cancellation"])
 async def test_a_cancellation_inside_a_stage_is_an_error_at_once(faulty: Any, does: str) -> None:
     loop = asyncio.get_running_loop()

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import grpc
 import pytest
 
 from omni_grpc.server import Server
@@ -383,3 +385,16 @@ async def test_it_passes_the_updates_that_wait(stub: Any, echo_server: Server) -
         assert time.perf_counter() - sent < PROMPT
         lane = lane_of(echo_server, id_of(one))
         await eventually(lambda: lane.next_seq == 200, 5)
+
+
+async def test_a_chunk_behind_an_abort_wakes_no_stage(stub: Any, echo_server: Server) -> None:
+    async with talk(stub, stage_params=film(), **WORDS) as one:
+        await one.update(0, "x", end=True)
+        await one.until(lambda s: s.text)
+        # Stage 0 holds no task behind it, and the chunk would begin one.
+        await one.interrupt()
+        await one.send(abort={})
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError, grpc.aio.UsageError):
+            await one.update(1, "y", end=True)
+        await one.failed()
+        await eventually(lambda: not any(running(echo_server).values()))

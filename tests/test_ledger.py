@@ -67,7 +67,8 @@ def test_another_payload_is_a_conflict_and_leaves_the_first() -> None:
 
 def test_an_event_must_change_something() -> None:
     assert submit(Ledger(), event(prompt=None)) == (REJECTED, False, "INVALID_FIELD", False)
-    for change in ({"prompt": ""}, {"negative_prompt": ""}, {"parameters": {}}):
+    changes: list[dict[str, Any]] = [{"prompt": ""}, {"negative_prompt": ""}, {"parameters": {}}]
+    for change in changes:
         fields: dict[str, Any] = {"prompt": None, **change}
         assert submit(Ledger(), event(**fields))[0] is QUEUED
 

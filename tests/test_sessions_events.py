@@ -173,6 +173,31 @@ async def test_a_request_that_fails_leaves_no_event_open(stub: Any, how: str) ->
             assert owner.states("mine")[-1] in ("EXPIRED", "SUPERSEDED")
 
 
+async def test_states_that_wait_are_told_before_the_error(serve: Serve) -> None:
+    served = await serve(echo())
+    large = [script(outputs=400, bytes=60_000, interval_ms=1)]
+    async with (
+        client(served.server) as channel,
+        session(stub_of(channel), stage_params=large, **PLAIN) as one,
+        attached(served.stub, id_of(one)) as two,
+    ):
+        run = served.server.engine.orchestrator.find(id_of(one))
+        one.pause()
+        await eventually(lambda: int(run.statistics()["queued_bytes"]) > 1 << 20, 10)
+        for sender, event_id in ((one, "mine"), (two, "theirs")):
+            await sender.event(event_id, transition_chunks=1 if sender is one else 1000)
+            await eventually(lambda i=event_id: i in run._ledger._records, 5)
+            record = run._ledger._records[event_id]
+            await eventually(lambda r=record: r.change.state.name != "QUEUED", 5)
+        # What became of them waits behind outputs that are dropped now.
+        await two.send(abort={})
+        await two.failed()
+        one.resume()
+        await one.failed()
+        assert one.states("mine") == COMPLETED
+        assert two.states("theirs") == ["QUEUED", "STARTED", "EXPIRED"]
+
+
 async def test_an_event_after_the_end_is_rejected(stub: Any, echo_server: Server) -> None:
     async with client(echo_server) as channel:
         fields = {"prompt": {"text": "x"}, "output_modalities": [AUDIO]}

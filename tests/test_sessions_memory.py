@@ -240,10 +240,10 @@ async def test_the_next_turn_knows_what_was_heard_and_no_more(
         await one.until(lambda s: len(sound(s.responses)) - before > 2 * 24_000 * 1.5, 60)
         story = by_segment(one.responses)[1]
         # The next question has begun when the answer is cut off.
-        await one.update(2, "What did ")
+        await one.update(2, "What did ", stage_params=at_most(30))
         await one.interrupt(played_ms=1200)
         await one.until(lambda s: s.interrupts, 5)
-        await one.update(3, "I ask you first?", end=True, stage_params=at_most(30))
+        await one.update(3, "I ask you first?", end=True)
         await one.until(lambda s: ("code2wav", 2) in ends(s.responses), 60)
         await one.half_close()
         await one.finished(30)

@@ -48,6 +48,10 @@ def serve(
         _prepare(configs)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, configs))
+            # Everything is stopped. A thread of a transform that hangs must not keep the process.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
     except (ConfigError, StartError, EmbeddedModelError, ValueError) as error:
         raise fail(error) from None
 

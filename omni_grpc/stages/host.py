@@ -119,6 +119,22 @@ class Host:
         self._jobs: dict[int, Job] = {}
         self._controls: set[asyncio.Task[None]] = set()
         channel.repair = self._repaired
+        channel.on_unreadable = self._unreadable
+
+    def _unreadable(self, message: dict[str, Any]) -> None:
+        """The server sent what is of no known form, from a bridge of the user's own: the task that
+        it is about fails, and only that."""
+        about = message.get("task")
+        task = about.get("id") if isinstance(about, dict) else about
+        if not isinstance(task, int):
+            return
+        error = StageError(f"stage {self._stage.spec.stage!r} was given what it cannot read")
+        job = self._jobs.get(task)
+        if job is None or job.runner is None:
+            self._channel.send(Refused(task, error.record()))
+        else:
+            job.failure = error
+            job.runner.cancel()
 
     def _repaired(
         self, batch: list[FromReplica], sendable: Callable[[FromReplica], bool]
