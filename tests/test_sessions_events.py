@@ -12,7 +12,9 @@ import grpc
 import pytest
 
 from omni_grpc.ledger import MAX_PENDING
+from omni_grpc.run import Run
 from omni_grpc.server import Server
+from omni_grpc.types import EventState
 from tests.conftest import Serve
 from tests.sessions import (
     PROMPT,
@@ -49,6 +51,12 @@ def shown_before(heard: list[Heard], event_id: str, state: str) -> tuple[int, in
 def answered(event_id: str) -> Callable[[Session], object]:
     """Whether anything was said of the event."""
     return lambda one: one.states(event_id)
+
+
+def begun(run: Run, event_id: str) -> Callable[[], object]:
+    """Whether the request knows the event as more than queued."""
+    records = run._ledger._records
+    return lambda: event_id in records and records[event_id].change.state is not EventState.QUEUED
 
 
 # ---------------------------------------------------------------- their life
@@ -186,9 +194,7 @@ async def test_states_that_wait_are_told_before_the_error(serve: Serve) -> None:
         await eventually(lambda: int(run.statistics()["queued_bytes"]) > 1 << 20, 10)
         for sender, event_id in ((one, "mine"), (two, "theirs")):
             await sender.event(event_id, transition_chunks=1 if sender is one else 1000)
-            await eventually(lambda i=event_id: i in run._ledger._records, 5)
-            record = run._ledger._records[event_id]
-            await eventually(lambda r=record: r.change.state.name != "QUEUED", 5)
+            await eventually(begun(run, event_id), 5)
         # What became of them waits behind outputs that are dropped now.
         await two.send(abort={})
         await two.failed()
