@@ -88,7 +88,10 @@ def _capabilities(pipeline: Pipeline) -> dict[str, Any]:
         "resumable": all(node.pool.facts.resumable for node in pipeline.stages.values()),
         "interaction": any(node.pool.facts.interactive for node in pipeline.stages.values()),
         "guidance": config.guidance,
-        "lora": False,
+        "lora": bool(pipeline.entry.pool.adapters),
+        # What an autoregressive stage 0 gives beside its text.
+        "logprobs": pipeline.entry.config.engine == "vllm",
+        "structured_outputs": pipeline.entry.config.engine == "vllm",
     }
     return {
         name: info_pb2.CAPABILITY_SUPPORTED if yes else info_pb2.CAPABILITY_UNSUPPORTED
