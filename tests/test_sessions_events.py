@@ -207,7 +207,8 @@ async def test_states_that_wait_are_told_before_the_error(serve: Serve) -> None:
 async def test_an_event_after_the_end_is_rejected(stub: Any, echo_server: Server) -> None:
     async with client(echo_server) as channel:
         fields = {"prompt": {"text": "x"}, "output_modalities": [AUDIO]}
-        large = [script("audio", outputs=60, bytes=60_000)]
+        # More than the transport takes, less than makes the stage pause.
+        large = [script("audio", outputs=140, bytes=60_000)]
         async with session(stub_of(channel), stage_params=large, **fields) as one:
             run = echo_server.engine.orchestrator.find(id_of(one))
             one.pause()
