@@ -96,15 +96,18 @@ async def test_the_clients_words_go_before_those_on_the_page(voice: Any) -> None
 
 async def test_pipelines_share_what_is_alike(voice_server: Server) -> None:
     users = {stage.stage: set(stage.pipelines) for stage in voice_server.engine.load()}
-    assert users["thinker"] == {"smol-voice", "smol-converse", "smol-read"}
-    assert users["talker"] == users["code2wav"] == users["thinker"] | {"say"}
+    speaking = {"smol-voice", "smol-converse", "smol-read"}
+    assert users["thinker"] == speaking | {"smol-shapes"}
+    assert users["talker"] == users["code2wav"] == speaking | {"say"}
     assert users["ear"] == {"smol-converse", "hear"}
-    assert [len(pool.statistics()) for pool in voice_server.engine.pools] == [1] * 5
+    assert [len(pool.statistics()) for pool in voice_server.engine.pools] == [1] * 6
     # A replica's address ends in its first pipeline's name, its stage and two numbers.
     lines = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     addresses = {line[-1] for line in lines if HOST_MODULE in line}
     names = {address.rpartition("/")[2] for address in addresses}
-    thinkers = {name for name in names if re.match(r"smol-(voice|converse|read)-thinker-", name)}
+    thinkers = {
+        name for name in names if re.match(r"smol-(voice|converse|read|shapes)-thinker-", name)
+    }
     assert len(thinkers) == 1, names
 
 
