@@ -53,7 +53,11 @@ $(PACKAGES_STAMP): pyproject.toml $(CLIENT) $(RUNTIME_STAMP)
 
 test: check ## all checks, then all tests
 	@echo "==> tests"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@status=0; $(BIN)/python -m pytest $(PYTEST_ARGS) || status=$$?; \
+	  if [ $$status -eq 1 ]; then \
+	    echo "==> tests that failed, once more and by themselves: a pass here means that one depends on a busy machine"; \
+	    status=0; $(BIN)/python -m pytest --last-failed $(PYTEST_ARGS) || status=$$?; \
+	  fi; exit $$status
 
 check: check-format check-lint check-types check-imports check-protos check-stubs check-functions check-manifests ## all checks, no tests
 	@echo "==> all checks passed"
