@@ -100,7 +100,14 @@ class StageLoad(_message.Message):
     def __init__(self, pipelines: _Optional[_Iterable[str]] = ..., stage: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ...) -> None: ...
 
 class ReplicaLoad(_message.Message):
-    __slots__ = ("replica", "ready", "waiting", "running", "work_left", "kv_cache_use", "capacity", "sample_age_ms", "restarts")
+    __slots__ = ("replica", "ready", "waiting", "running", "work_left", "kv_cache_use", "capacity", "sample_age_ms", "restarts", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +117,7 @@ class ReplicaLoad(_message.Message):
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     replica: int
     ready: bool
     waiting: int
@@ -119,4 +127,5 @@ class ReplicaLoad(_message.Message):
     capacity: int
     sample_age_ms: float
     restarts: int
-    def __init__(self, replica: _Optional[int] = ..., ready: _Optional[bool] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., work_left: _Optional[float] = ..., kv_cache_use: _Optional[float] = ..., capacity: _Optional[int] = ..., sample_age_ms: _Optional[float] = ..., restarts: _Optional[int] = ...) -> None: ...
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, replica: _Optional[int] = ..., ready: _Optional[bool] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., work_left: _Optional[float] = ..., kv_cache_use: _Optional[float] = ..., capacity: _Optional[int] = ..., sample_age_ms: _Optional[float] = ..., restarts: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...

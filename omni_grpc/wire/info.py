@@ -145,6 +145,7 @@ def _replica(slot: SlotStatistics) -> info_pb2.ReplicaLoad:
         replica=slot.replica,
         ready=load.ready,
         restarts=slot.restarts,
+        counters=own.counters,
         **{name: value for name, value in known.items() if value is not None},
     )
 
