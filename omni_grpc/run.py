@@ -303,7 +303,7 @@ class Run:
     def _event_changed(self, change: EventChange) -> None:
         known, listener = self._ledger.changed(change)
         if known:
-            self._outbox.put(Routed(EventNotice(change), self if listener is None else listener))
+            self._put_changes([(listener, change)])
 
     def put_notice(self, notice: Notice) -> None:
         """Tells the session that owns this request, before everything that waits."""
@@ -329,7 +329,7 @@ class Run:
                 stage.cutter.withdraw(output.content)
         keep = self._untouched()
         if keep is None or keep is not self._graph.interactive:
-            self._expire_events(self._ledger.expire())
+            self._put_changes(self._ledger.expire())
         self._outbox.put(Routed(Interrupted(self.epoch)))
         if self.completed or self.lane is None or self.lane.ended:
             self._complete()
@@ -549,7 +549,7 @@ class Run:
             return
         stage.ended, stage.ended_at = True, time.perf_counter()
         if stage is self._graph.interactive:
-            self._expire_events(self._ledger.expire())
+            self._put_changes(self._ledger.expire())
         if stage is self._graph.entry and self._graph.group.members:
             # Deferred until the companions are done too, but not for ever.
             self._later("group", GROUP_TIMEOUT_S, self._group_late)
@@ -564,7 +564,7 @@ class Run:
     def _complete(self) -> None:
         """All wanted outputs are there: what else runs for them stops. The request stays in flight
         until its reader has taken everything."""
-        self._expire_events(self._ledger.close())
+        self._put_changes(self._ledger.close())
         self._put(self._report.finished(self._graph))
         self.completed = True
         if self.lane is not None:
@@ -693,8 +693,9 @@ class Run:
         self._ended_event.set()
         self.stage_released()
 
-    def _expire_events(self, expired: Iterable[tuple[Any, EventChange]]) -> None:
-        for listener, change in expired:
+    def _put_changes(self, changes: Iterable[tuple[Any, EventChange]]) -> None:
+        """Tells what became of events, in its place among the outputs."""
+        for listener, change in changes:
             self._outbox.put(Routed(EventNotice(change), self if listener is None else listener))
 
     def _tell(self, listener: Outbox | None, notice: Notice) -> None:

@@ -12,6 +12,9 @@ from typer.testing import CliRunner, Result
 from omni_grpc.cli import app
 from omni_grpc.config import ServerConfig, StageConfig, builtin_pipelines, load_pipeline
 from omni_grpc.errors import ConfigError
+from omni_grpc.pipelines.bridges import load_bridge
+from omni_grpc.pipelines.expansions import load_expansion
+from omni_grpc.pipelines.transforms import load_transform
 from omni_grpc.server import Server
 from omni_grpc.topology import check_pipeline
 from tests.running import ServerProcess, text_pipeline
@@ -299,3 +302,19 @@ def test_each_replica_has_a_device() -> None:
     assert [one_each.device(number) for number in range(2)] == ["cuda:0", "cuda:1"]
     for_all = StageConfig.model_validate({**fields, "devices": ["cuda:0,1"]})
     assert [for_all.device(number) for number in range(2)] == ["cuda:0,1", "cuda:0,1"]
+
+
+@pytest.mark.parametrize("kind", ["transform", "expansion", "bridge"])
+def test_a_module_that_raises_when_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whatever a user's own module raises is a wrong configuration, not a traceback."""
+    (tmp_path / "breaks_at_import.py").write_text("raise RuntimeError('no luck')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaders: dict[str, Any] = {
+        "transform": load_transform,
+        "expansion": load_expansion,
+        "bridge": load_bridge,
+    }
+    with pytest.raises(ConfigError, match=f"{kind} 'breaks_at_import:make'.*no luck"):
+        loaders[kind]("breaks_at_import:make")

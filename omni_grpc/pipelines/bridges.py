@@ -11,10 +11,10 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, Protocol
 
 from omni_grpc.errors import ConfigError
+from omni_grpc.pipelines.imported import imported
 from omni_grpc.types import Media, Message, Messages, Payload, Prompt, Text, TextDelta
 
 
@@ -82,59 +82,56 @@ class SpokenText:
         return ()
 
 
-class WholeText:
+class Collected:
+    """Base of bridges that wait for the source's end and then make something of its whole text."""
+
+    def __init__(self, context: BridgeContext) -> None:
+        self._parts: list[str] = []
+
+    def push(self, payload: Payload) -> Iterable[Payload | Prompt]:
+        """Nothing yet."""
+        if isinstance(payload, TextDelta):
+            self._parts.append(payload.text)
+        return ()
+
+    def take(self) -> str | None:
+        """The text since the last take; None where no output came at all."""
+        parts, self._parts = self._parts, []
+        return "".join(parts) if parts else None
+
+
+class WholeText(Collected):
     """Waits for the source's end and hands on its whole text in one piece."""
 
-    def __init__(self, context: BridgeContext) -> None:
-        self._parts: list[str] = []
-
-    def push(self, payload: Payload) -> Iterable[Payload]:
-        if isinstance(payload, TextDelta):
-            self._parts.append(payload.text)
-        return ()
-
     def finish(self) -> Iterable[Payload]:
-        parts, self._parts = self._parts, []
-        return (TextDelta("".join(parts)),) if parts else ()
+        text = self.take()
+        return (TextDelta(text),) if text is not None else ()
 
 
-class Question:
+class Question(Collected):
     """Waits for the source's end and makes its whole text the prompt of the next stage."""
 
-    def __init__(self, context: BridgeContext) -> None:
-        self._parts: list[str] = []
-
-    def push(self, payload: Payload) -> Iterable[Prompt]:
-        if isinstance(payload, TextDelta):
-            self._parts.append(payload.text)
-        return ()
-
     def finish(self) -> Iterable[Prompt]:
-        parts, self._parts = self._parts, []
-        return (Prompt(Text("".join(parts))),) if parts else ()
+        text = self.take()
+        return (Prompt(Text(text)),) if text is not None else ()
 
 
-class Transcript:
+class Transcript(Collected):
     """Waits for the source's end and makes its texts the prompt of the next stage.
 
     Media alone: `instruction`, then the texts. Beside text: that text, then the texts; what the
     client says stands in for `instruction`. In messages: each medium's text in its place."""
 
     def __init__(self, context: BridgeContext, instruction: str = "") -> None:
+        super().__init__(context)
         self._prompt = context.prompt
         self._instruction = instruction
-        self._parts: list[str] = []
-
-    def push(self, payload: Payload) -> Iterable[Prompt]:
-        if isinstance(payload, TextDelta):
-            self._parts.append(payload.text)
-        return ()
 
     def finish(self) -> Iterable[Prompt]:
-        parts, self._parts = self._parts, []
-        if not parts:
+        whole = self.take()
+        if whole is None:
             return ()
-        texts = "".join(parts).split(MEDIA_SEPARATOR)
+        texts = whole.split(MEDIA_SEPARATOR)
         match self._prompt.content:
             case Messages(messages):
                 rest = iter(texts)
@@ -164,12 +161,12 @@ class GuidedPrompt(Question):
     """As `question`, with the text of the companion "negative" as the prompt's negative text."""
 
     def join(self, companions: Sequence[tuple[str, list[Payload]]]) -> Iterable[Prompt]:
-        parts, self._parts = self._parts, []
+        text = self.take() or ""
         negative = next((outputs for role, outputs in companions if role == "negative"), None)
-        text = None
+        negative_text = None
         if negative is not None:
-            text = "".join(p.text for p in negative if isinstance(p, TextDelta))
-        return (Prompt(Text("".join(parts)), negative_text=text),)
+            negative_text = "".join(p.text for p in negative if isinstance(p, TextDelta))
+        return (Prompt(Text(text), negative_text=negative_text),)
 
 
 _BUILT_IN: dict[str, BridgeFactory] = {
@@ -185,7 +182,7 @@ _BUILT_IN: dict[str, BridgeFactory] = {
 def load_bridge(name: str, arguments: Mapping[str, Any] | None = None) -> BridgeFactory:
     """The bridge of that name, or the factory at the import path `package.module:factory`, with
     these arguments. Raises ConfigError."""
-    factory = _BUILT_IN.get(name) or _imported(name)
+    factory: BridgeFactory = _BUILT_IN.get(name) or imported("bridge", name, _BUILT_IN)
     if not arguments:
         return factory
     try:
@@ -193,15 +190,3 @@ def load_bridge(name: str, arguments: Mapping[str, Any] | None = None) -> Bridge
     except TypeError as error:
         raise ConfigError(f"bridge {name!r}: bridge_args: {error}") from None
     return partial(factory, **arguments)
-
-
-def _imported(name: str) -> BridgeFactory:
-    module, _, attribute = name.partition(":")
-    try:
-        factory: BridgeFactory = getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the module raises when it is imported
-        known = ", ".join(_BUILT_IN)
-        raise ConfigError(
-            f"bridge {name!r}: neither one of {known} nor importable: {error}"
-        ) from None
-    return factory

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
-from omni_grpc.errors import ConfigError, InvalidField
+from omni_grpc.errors import InvalidField
+from omni_grpc.pipelines.imported import imported
 from omni_grpc.types import DiffusionParams, Params, Prompt, Text
 
 
@@ -58,14 +58,5 @@ _BUILT_IN: dict[str, Expansion] = {"guidance": guidance}
 def load_expansion(name: str) -> Expansion:
     """The expansion of that name, or at the import path `package.module:function`. Raises
     ConfigError."""
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-    module, _, attribute = name.partition(":")
-    try:
-        expansion: Expansion = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        known = ", ".join(_BUILT_IN)
-        raise ConfigError(
-            f"expansion {name!r}: neither one of {known} nor importable: {error}"
-        ) from None
+    expansion: Expansion = _BUILT_IN.get(name) or imported("expansion", name, _BUILT_IN)
     return expansion

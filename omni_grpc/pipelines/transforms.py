@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from omni_grpc.artifacts import Artifacts
-from omni_grpc.errors import ConfigError
+from omni_grpc.pipelines.imported import imported
 from omni_grpc.types import Params, Prompt
 
 OWNED_KEYS = frozenset({"global_request_id", "artifact_directories", "transform"})
@@ -46,9 +45,5 @@ Transform = Callable[[Prompt, TransformContext], Transformed]
 
 def load_transform(name: str) -> Transform:
     """The transform at the import path `package.module:function`. Raises ConfigError."""
-    module, _, attribute = name.partition(":")
-    try:
-        transform: Transform = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"transform {name!r}: not importable: {error}") from None
+    transform: Transform = imported("transform", name)
     return transform
