@@ -142,7 +142,7 @@ class Server:
         stops end with CANCELLED, which no client retries."""
         with suppress(TimeoutError):
             async with asyncio.timeout(limit):
-                while (wait := QUIET_S - self._edge.idle_s) > 0:
+                while (wait := QUIET_S - self._edge.idle_s) > 0:  # noqa: ASYNC110 - a time is all there is
                     await asyncio.sleep(wait)
 
     async def warm(self) -> None:
