@@ -70,6 +70,7 @@ def show(title: str, report: Report, **more: object) -> None:
 # ---------------------------------------------------------------- restarts
 
 
+@pytest.mark.slow
 def test_rolling_restart_under_load_fails_no_call(farm: Farm) -> None:
     with Load(farm.port) as load:
         time.sleep(1)
