@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -38,10 +38,11 @@ def block(language: str) -> str:
     return str(found)
 
 
-def retrying() -> list[tuple[str, Any]]:
-    """Channel options of a client with the page's retry policy and a connection of its own."""
+def retrying(**more: Any) -> list[tuple[str, Any]]:
+    """Channel options of a client with the page's retry policy, `more` in its service config, and
+    a connection of its own."""
     return [
-        ("grpc.service_config", json.dumps(json.loads(block("json")))),
+        ("grpc.service_config", json.dumps(json.loads(block("json")) | more)),
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
@@ -49,6 +50,16 @@ def retrying() -> list[tuple[str, Any]]:
 def channel(port: int) -> grpc.aio.Channel:
     """A channel of such a client."""
     return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=retrying())
+
+
+def balancing(ports: Iterable[int]) -> grpc.aio.Channel:
+    """A channel of a client that knows all servers, and which of them are ready."""
+    options = retrying(
+        loadBalancingConfig=[{"round_robin": {}}],
+        healthCheckConfig={"serviceName": "omni-readiness"},
+    )
+    target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+    return grpc.aio.insecure_channel(target, options=options)
 
 
 def hashed(request_id: str) -> tuple[tuple[str, str], ...]:

@@ -22,7 +22,7 @@ from omni_grpc.health import READINESS
 from omni_grpc.v1 import service_pb2
 from omni_grpc_client import AbortOutcome, Finished, OmniClient
 from omni_grpc_client.errors import decode_error
-from tests.balanced import PODS, Farm, block, channel, hashed, require_haproxy, where
+from tests.balanced import PODS, Farm, balancing, block, channel, hashed, require_haproxy, where
 from tests.load import WORKERS, Load, Report
 from tests.running import rest_of
 from tests.sessions import Session, talk
@@ -141,6 +141,28 @@ def test_killed_server_costs_only_calls_that_had_begun(farm: Farm) -> None:
     # No more than that server can have held.
     assert len(report.failures) <= WORKERS["short"] + WORKERS["long"]
     assert report.done["short"] > 50 and report.done["long"] > 3
+
+
+async def test_client_that_balances_by_itself_leaves_a_server_that_stops(farm: Farm) -> None:
+    before = farm.refusals()
+    async with balancing(farm.ports.values()) as to_all:
+
+        async def answering() -> str:
+            call = stub_of(to_all).AddRequest(ask("a b"), timeout=10)
+            assert texts(await rest_of(call)) == "a b"
+            return await pod_of(call)
+
+        async with asyncio.timeout(10):
+            seen: set[str] = set()
+            while seen != set(PODS):
+                seen.add(await answering())
+        ending = asyncio.create_task(asyncio.to_thread(farm.end, PODS[0]))
+        last = ""
+        while not ending.done():
+            last = await answering()
+        await ending
+    assert farm.refusals() == before
+    assert last in PODS[1:]
 
 
 # ---------------------------------------------------------------- calls about one request
