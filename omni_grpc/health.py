@@ -91,6 +91,11 @@ class Health:
         self._updates: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
 
+    @property
+    def served(self) -> bool:
+        """Whether everything was ready once."""
+        return self._warm
+
     async def begin(self, stages: Iterable[str]) -> None:
         """Sets every name to NOT_SERVING, but liveness: a server that loads is alive."""
         for name in (*READINESS, "omni-startup", *(f"stage/{stage}" for stage in stages)):

@@ -164,6 +164,49 @@ async def test_client_that_reads_slowly_gets_all_before_the_end() -> None:
         await asyncio.wait_for(stopping, 5)
 
 
+async def test_requests_are_taken_until_the_drain_delay_is_over() -> None:
+    """As long as a balancer needs to see NOT_SERVING."""
+    async with serving(text_pipeline("delayed"), drain_delay=2.0) as running:
+        held = running.omni.AddRequest(ask(stage_params=[script(outputs=60, interval_ms=100)]))
+        await held.read()
+        began = time.monotonic()
+        stopping = asyncio.create_task(running.stop())
+        await asyncio.sleep(0)
+        assert await running.check("omni-readiness") == "NOT_SERVING"
+        while time.monotonic() < began + 1:
+            assert texts(await collect(running.omni, ask("still here"))) == "still here"
+        await asyncio.sleep(1.2)
+        assert (await refusal(running.omni)).reason == "DRAINING"
+        assert (await rest_of(held))[-1].HasField("finished")
+        await asyncio.wait_for(stopping, 5)
+
+
+async def test_server_that_never_served_has_no_drain_delay() -> None:
+    async with serving(text_pipeline("cold"), warm=False, drain_delay=60.0) as running:
+        await asyncio.wait_for(running.stop(), 5)
+
+
+async def test_calls_that_come_while_it_stops_are_refused_not_cancelled() -> None:
+    """CANCELLED is what gRPC makes of them by itself; a client's retry policy stops at that."""
+    with ServerProcess("echo") as server:
+        async with calling(server) as channel:
+            stub = service_pb2_grpc.OmniServiceStub(channel)
+
+            async def until_refused() -> grpc.StatusCode:
+                while True:
+                    call = stub.AddRequest(ask("a b", output_modalities=[TEXT]), timeout=20)
+                    try:
+                        await rest_of(call)
+                    except grpc.aio.AioRpcError as error:
+                        return error.code()
+
+            callers = [asyncio.create_task(until_refused()) for _ in range(32)]
+            await asyncio.sleep(0.5)
+            server.process.terminate()
+            assert set(await asyncio.gather(*callers)) == {grpc.StatusCode.UNAVAILABLE}
+        assert await exit_status(server) == 0
+
+
 async def test_replica_that_does_not_close_is_killed() -> None:
     async with serving(python_stage("slow-close", "SlowClose"), stop_timeout=1.0) as running:
         (replica,) = replicas("slow-close", "text")
