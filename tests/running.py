@@ -83,6 +83,18 @@ def health_stub(channel: grpc.aio.Channel) -> Any:
     return health_pb2_grpc.HealthStub(channel)
 
 
+def health_check(port: int, service: str, timeout: float = 5) -> str:
+    """What a plain Check says, as a kubelet asks; the status code's name if it fails."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code.name
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
 class ServerProcess:
     """`omni-grpc serve` on a free port. Its log is kept, and nothing of it outlives the `with`."""
 
