@@ -27,6 +27,7 @@ from omni_grpc.v1 import service_pb2
 from tests.support import ENVIRONMENT, ROOT, client, stub_of
 
 BIN = Path(sys.executable).parent
+Command = Sequence[str | Path]
 HOST_MODULE = "omni_grpc.stages.host"
 
 
@@ -103,7 +104,9 @@ class ServerProcess:
         *pipelines: PipelineConfig | str,
         arguments: Sequence[str] = ("--port", "0"),
         environment: Mapping[str, str] | None = None,
+        wrap: Callable[[Command], tuple[Command, Mapping[str, str]]] | None = None,
     ) -> None:
+        """`wrap` makes of the command line another one, and all its variables."""
         # Not below pytest's folder: paths of sockets are short.
         self._home = tempfile.TemporaryDirectory(prefix="ot-")
         self._log = Path(self._home.name) / "server.log"
@@ -111,13 +114,21 @@ class ServerProcess:
         """Its TMPDIR."""
         self.folder.mkdir()
         named = [option for one in pipelines for option in ("--pipeline", self._reference(one))]
+        command: Command = [BIN / "omni-grpc", "serve", *named, *arguments]
+        own: Mapping[str, str] = {
+            **os.environ,
+            "TMPDIR": str(self.folder),
+            **(environment or {}),
+        }
+        if wrap is not None:
+            command, own = wrap(command)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [BIN / "omni-grpc", "serve", *named, *arguments],
+                command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "TMPDIR": str(self.folder), **(environment or {})},
+                env=own,
                 cwd=ROOT,
             )
 

@@ -91,7 +91,7 @@ def _grace(pod: Pod) -> Iterator[str]:
     if wait is None:
         yield "lifecycle.preStop: no sleep; gateways would still send to a server that drains"
         wait = 0
-    drain = float(pod.command_line.options["drain_timeout"])
+    drain = float(pod.command_line.value("drain_timeout"))
     # gRPC's last writes, to clients and to operators, then the replicas' stop.
     needed = wait + drain + 2 * STOP_GRACE_S + settings.stop_timeout
     grace = pod.spec.get("terminationGracePeriodSeconds", 30)
@@ -103,12 +103,13 @@ def _grace(pod: Pod) -> Iterator[str]:
 
 
 def _exposure(pod: Pod) -> Iterator[str]:
-    options = pod.command_line.options
-    plain = not any("tls" in name and value for name, value in options.items())
-    if options["host"] in LOOPBACK:
-        yield f"--host {options['host']}: nobody reaches it"
-    elif plain and not options.get("insecure"):
-        yield f"--host {options['host']}: plaintext there needs --insecure"
+    line = pod.command_line
+    host = line.value("host")
+    plain = not (line.options.get("tls_cert") and line.options.get("tls_key"))
+    if host in LOOPBACK:
+        yield f"--host {host}: nobody reaches it"
+    elif plain and not line.options.get("insecure"):
+        yield f"--host {host}: plaintext there needs --insecure"
 
 
 def pipelines_of(build: Build, pod: Pod) -> list[PipelineConfig]:

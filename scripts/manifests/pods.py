@@ -11,10 +11,14 @@ import typer
 from typer.exceptions import TyperException
 
 from omni_grpc.cli import app
+from omni_grpc.config import ServerConfig
 
 Object = dict[str, Any]
 
-ANNOUNCED = {"--insecure", "--metrics-port", "--health-port", "--admin-port"}
+ANNOUNCED = {
+    *("--insecure", "--metrics-port", "--health-port", "--admin-port"),
+    *("--tls-cert", "--tls-key"),
+}
 """Options of `omni-grpc serve` that the manifests may use before the command has them."""
 
 
@@ -44,9 +48,14 @@ class CommandLine:
             return cls(later, str(error))
         return cls({**context.params, **later})
 
+    def value(self, name: str) -> Any:
+        """An option's value, else the server's default; None where it is off."""
+        given = self.options.get(name)
+        return getattr(ServerConfig(), name, None) if given is None else given
+
     def port(self, name: str) -> int | None:
         """The port that an option names; None where it is off."""
-        value = self.options.get(name)
+        value = self.value(name)
         return None if value is None else int(value)
 
 
