@@ -29,10 +29,10 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     mkdir /models && { [ -z "${MODELS}" ] || OMNI_GRPC_CACHE=/models /opt/venv/bin/omni-grpc prepare ${MODELS}; }
 
 FROM ${PYTHON_IMAGE}
-# A C++ compiler for what torch.compile and Triton make at run time; libnuma for vLLM on the CPU; an init that reaps
-# what a killed replica leaves behind.
+# A C++ compiler for what torch.compile and Triton make at run time; the libraries that vLLM on the CPU takes from the
+# system; an init that reaps what a killed replica leaves behind.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ libnuma1 tini \
+    && apt-get install --yes --no-install-recommends g++ libgomp1 libnuma1 tini \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 omni \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin omni

@@ -177,6 +177,13 @@ MISTAKES: list[tuple[str, str, str, object, str]] = [
     ("cpu-demo", DEPLOYMENT, f"{SERVER}.args.6", "--drain-time=30", "refuses its arguments"),
     ("cpu-demo", DEPLOYMENT, f"{SERVER}.args.2", "--host=127.0.0.1", "nobody reaches it"),
     ("cpu-demo", DEPLOYMENT, f"{SERVER}.args.3", "--drain-timeout=30", "needs --insecure"),
+    ("tls", DEPLOYMENT, f"{SERVER}.livenessProbe.grpc.port", 50051, "health is served on 50052"),
+    ("tls", DEPLOYMENT, f"{SERVER}.args.7", "--drain-timeout=30", "needs --insecure"),
+    ("tls", DEPLOYMENT, f"{SERVER}.ports.2.containerPort", 50055, "port health: 50055"),
+    (
+        *("tls", "Service/omni-grpc", "spec.ports.0.appProtocol", "kubernetes.io/h2c"),
+        "appProtocol is not None",
+    ),
     # The pipeline and its devices.
     (
         "cpu-demo",

@@ -14,7 +14,7 @@ import pytest
 
 from omni_grpc.embedded import cache_root, prepare
 from tests import confined
-from tests.running import BIN, ServerProcess
+from tests.running import BIN, Command, ServerProcess
 from tests.support import ROOT
 from tests.test_image import environment, steps  # noqa: F401 - a fixture
 
@@ -57,8 +57,9 @@ def shared() -> set[Path]:
 def ask(server: ServerProcess, *options: str) -> str:
     """What the command line prints of an answer."""
     target = f"localhost:{server.await_serving()}"
-    command = [BIN / "omni-grpc", "generate", QUESTION, "--target", target, *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    command: Command = [BIN / "omni-grpc", "generate", QUESTION, "--target", target, *options]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    return done.stdout
 
 
 def test_confined_programs_write_nowhere_else(tmp: Path) -> None:
@@ -114,7 +115,7 @@ def test_preparing_models_writes_into_the_cache(
     cache = tmp_path / "models"
     cache.mkdir()
     own = variables(environment(steps), tmp, cache)
-    program = [BIN / "omni-grpc", "prepare", file]
+    program: Command = [BIN / "omni-grpc", "prepare", file]
     command, settings = confined.confined(program, [tmp, cache], own)
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=25)
     assert done.returncode == 0, done.stderr

@@ -116,6 +116,8 @@ def _named_by_pod(pod: Pod) -> Iterator[tuple[str, str]]:
     for volume in pod.spec.get("volumes", []):
         if "configMap" in volume:
             yield "ConfigMap", volume["configMap"]["name"]
+        if "secret" in volume:
+            yield "Secret", volume["secret"]["secretName"]
         if "persistentVolumeClaim" in volume:
             yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]
     for claim in pod.spec.get("resourceClaims", []):
@@ -132,8 +134,8 @@ def _ports(build: Build, item: Object) -> Iterator[str]:
             for port in item["spec"]["ports"]:
                 if served.get(port["targetPort"]) != port["port"]:
                     yield f"port {port['port']}: pods serve {port['targetPort']} on another"
-                if port["name"] == "grpc" and port.get("appProtocol") != "kubernetes.io/h2c":
-                    yield "port grpc: appProtocol is not kubernetes.io/h2c"
+                if port["name"] == "grpc" and port.get("appProtocol") != _protocol(build):
+                    yield f"port grpc: appProtocol is not {_protocol(build)}"
         case "NetworkPolicy":
             for rule in item["spec"].get("ingress", []):
                 for port in rule.get("ports", []):
@@ -150,6 +152,12 @@ def _ports(build: Build, item: Object) -> Iterator[str]:
                 yield f"targetPorts: {numbers}, pods serve gRPC on {served.get('grpc')}"
             if item["spec"].get("appProtocol") != "kubernetes.io/h2c":
                 yield "appProtocol: not kubernetes.io/h2c, so HTTP/1.1"
+
+
+def _protocol(build: Build) -> str | None:
+    """What a gateway should speak: HTTP/2 in plain text, or what TLS negotiates."""
+    encrypted = any(pod.command_line.options.get("tls_cert") for pod in _serving(build))
+    return None if encrypted else "kubernetes.io/h2c"
 
 
 def _served(build: Build) -> dict[str, int]:

@@ -23,6 +23,8 @@ PROBES = {
     "readinessProbe": READINESS[-1],
     "livenessProbe": LIVENESS,
 }
+LISTENERS = {"grpc": "port", "metrics": "metrics_port", "health": "health_port"}
+"""The option behind each named port."""
 GPU = "nvidia.com/gpu"
 RESTRICTED_VOLUMES = {
     *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"),
@@ -78,8 +80,8 @@ def _probes(pod: Pod) -> Iterator[str]:
 def _ports(pod: Pod) -> Iterator[str]:
     line = pod.command_line
     declared = {p["name"]: p["containerPort"] for p in (pod.server or {}).get("ports", [])}
-    wanted = {"grpc": line.port("port"), "metrics": line.port("metrics_port")}
-    for name, port in wanted.items():
+    for name in sorted({"grpc", "metrics", *declared}):
+        port = line.port(LISTENERS.get(name, name))
         if declared.get(name) != port:
             yield f"port {name}: {declared.get(name)} is declared, the arguments say {port}"
 
