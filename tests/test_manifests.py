@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from scripts.check_manifests import problems
 from scripts.manifests.build import K8S, Build, BuildError, NoKubectlError, builds, kubectl, render
 from scripts.manifests.pods import ANNOUNCED, known_options
 from tests.running import ServerProcess, health_check
+from tests.support import ROOT
 
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
@@ -341,6 +344,15 @@ def test_what_kustomize_refuses_is_found(
         render(own / "overlays/one-gpu")
 
 
+def test_the_check_ends_with_what_is_wrong(own: Path) -> None:
+    edit(own / "overlays/cpu-demo/kustomization.yaml", "../../base", "../../bas")
+    command = [sys.executable, ROOT / "scripts/check_manifests.py", own]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=25)
+    assert done.returncode == 1
+    assert "bas" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_changed_pipeline_rolls_the_pods(own: Path) -> None:
     def mounted() -> Any:
         return [
@@ -362,6 +374,7 @@ def test_a_changed_pipeline_rolls_the_pods(own: Path) -> None:
         ("bridge: spoken-text", "bridge: spoken", "bridge"),
         ("start_timeout: 1800", "start_timeout: 3600", "a stage may load for 3600 s"),
         ("nnodes: 2", "nnodes: 4", "--nnodes 2, the pipeline 4"),
+        ("budget: 0", "budget: 3", "restarts alone"),
     ],
 )
 def test_a_mistake_in_a_pipeline_is_found(

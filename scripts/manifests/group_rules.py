@@ -37,6 +37,8 @@ def _disagreements(build: Build, item: Object) -> Iterator[str]:
     size = item["spec"]["leaderWorkerTemplate"]["size"]
     if stage.engine_args["nnodes"] != size:
         yield f"stage {stage.name} has {stage.engine_args['nnodes']} nodes, the group {size}"
+    if stage.restart.budget:
+        yield f"stage {stage.name} restarts alone, and its worker would never know"
     container = worker.spec["containers"][0]
     if container.get("command", [])[-1:] != [stage.model]:
         yield f"the worker doesn't serve {stage.model}"

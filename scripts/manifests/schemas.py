@@ -17,9 +17,9 @@ from scripts.manifests.build import K8S, Object
 from scripts.manifests.pods import pods_of
 
 GROUPS = {"apps", "autoscaling", "batch", "policy"}
-"""Kubernetes' own API groups without a dot; others of its own end on `.k8s.io`, as some of its
-side projects' do."""
+"""Kubernetes' own API groups without a dot; the others end on `.k8s.io`."""
 FOREIGN = {"gateway.networking.k8s.io", "inference.networking.k8s.io"}
+"""Groups of its side projects, which look like its own."""
 
 
 def schema_problems(item: Object) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def custom(api_version: str) -> bool:
     """Whether the kind is none of Kubernetes' own."""
     group, slash, _ = api_version.rpartition("/")
     own = group in GROUPS or (group.endswith(".k8s.io") and group not in FOREIGN)
-    return bool(slash) and (not own or group.endswith(".x-k8s.io"))
+    return bool(slash) and not own
 
 
 def _templates(item: Object) -> Iterator[str]:
