@@ -7,39 +7,23 @@ import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from docker.utils.build import exclude_paths
-from dockerfile_parse import DockerfileParser
 from packaging.specifiers import SpecifierSet
 
 from scripts.manifests.build import K8S
 from scripts.manifests.pods import ANNOUNCED, known_options
+from tests.recipe import DOCKERFILE, copies, environment, values
 from tests.running import BIN
 from tests.support import ROOT
 
-DOCKERFILE = ROOT / "Dockerfile"
 USER = "10001:10001"
-
-
-@pytest.fixture(scope="module")
-def steps() -> list[tuple[str, str]]:
-    """The instructions, in order, with their values."""
-    with DOCKERFILE.open("rb") as file:
-        structure: list[dict[str, Any]] = DockerfileParser(fileobj=file).structure
-    return [
-        (step["instruction"], step["value"])
-        for step in structure
-        if step["instruction"] != "COMMENT"
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +42,6 @@ def context() -> set[str]:
         if line and line[0] != "#"
     ]
     return set(known) & set(exclude_paths(str(ROOT), patterns, dockerfile="Dockerfile"))
-
-
-def copies(steps: list[tuple[str, str]]) -> Iterator[tuple[list[str], str]]:
-    """What is copied from the context, and where to."""
-    for instruction, value in steps:
-        if instruction == "COPY" and not value.startswith("--from"):
-            *sources, target = shlex.split(value)
-            yield sources, target
-
-
-def last(steps: list[tuple[str, str]], instruction: str) -> str:
-    """The value of the last instruction of a kind."""
-    return [value for name, value in steps if name == instruction][-1]
-
-
-def environment(steps: list[tuple[str, str]]) -> dict[str, str]:
-    """What the image's last stage sets."""
-    stage = steps[max(n for n, (name, _) in enumerate(steps) if name == "FROM") :]
-    values = [value for name, value in stage if name == "ENV"]
-    return dict(part.split("=", 1) for value in values for part in shlex.split(value))
 
 
 def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
@@ -112,13 +76,13 @@ def test_linter_finds_mistakes(tmp_path: Path, old: str, new: str, rule: str) ->
     assert rule in hadolint(file).stdout
 
 
-def test_steps_are_those_of_make_serve(steps: list[tuple[str, str]]) -> None:
-    run = [value for name, value in steps if name == "RUN"]
+def test_steps_are_those_of_make_serve() -> None:
+    run = values("RUN")
     called = re.findall(r"scripts/environment (\w+)", "\n".join(run))
     made = re.findall(r"scripts/environment (\w+)", (ROOT / "Makefile").read_text())
     assert called == [step for step in ("venv", "runtime", "packages") if step in made]
     assert any('scripts/environment runtime "${DEVICE}"' in value for value in run)
-    assert ("ARG", "DEVICE=cpu") in steps
+    assert "DEVICE=cpu" in values("ARG")
     script = (ROOT / "scripts/environment").read_text()
     assert all(re.search(rf"^  {step}\)", script, re.MULTILINE) for step in called)
 
@@ -127,36 +91,34 @@ def test_both_kinds_of_device_have_a_list() -> None:
     assert all((ROOT / f"requirements/{device}.txt").exists() for device in ("cpu", "cuda"))
 
 
-def test_python_of_the_base_is_one_that_the_project_takes(steps: list[tuple[str, str]]) -> None:
-    (image,) = (v for name, v in steps if name == "ARG" and v.startswith("PYTHON_IMAGE="))
+def test_python_of_the_base_is_one_that_the_project_takes() -> None:
+    (image,) = (value for value in values("ARG") if value.startswith("PYTHON_IMAGE="))
     version = re.search(r"python:(\d\.\d+)", image)
     assert version is not None
     assert version[1] in SpecifierSet(">=3.11,<3.13")
 
 
-def test_it_runs_as_a_number_and_from_arguments(steps: list[tuple[str, str]]) -> None:
+def test_it_runs_as_a_number_and_from_arguments() -> None:
     """A cluster can't tell by a name whether a user is root; a shell would keep the signals."""
-    assert last(steps, "USER") == USER
-    assert json.loads(last(steps, "ENTRYPOINT"))[-1] == "omni-grpc"
-    assert json.loads(last(steps, "CMD"))[0] == "serve"
+    assert values("USER")[-1] == USER
+    assert json.loads(values("ENTRYPOINT")[-1])[-1] == "omni-grpc"
+    assert json.loads(values("CMD")[-1])[0] == "serve"
 
 
-def test_user_ports_and_folders_are_those_of_the_pods(steps: list[tuple[str, str]]) -> None:
+def test_user_ports_and_folders_are_those_of_the_pods() -> None:
     deployment = (K8S / "base/deployment.yaml").read_text()
     user, group = USER.split(":")
     assert f"runAsUser: {user}" in deployment
     assert f"runAsGroup: {group}" in deployment
-    for port in last(steps, "EXPOSE").split():
+    for port in values("EXPOSE")[-1].split():
         assert f"containerPort: {port}" in deployment
-    variables = environment(steps)
+    variables = environment()
     for name in ("OMNI_GRPC_CACHE", "HOME", "TMPDIR"):
         assert f"mountPath: {variables[name]}" in deployment
 
 
-def test_command_line_is_one_that_the_server_takes(steps: list[tuple[str, str]]) -> None:
-    program, *arguments = json.loads(last(steps, "ENTRYPOINT"))[-1:] + json.loads(
-        last(steps, "CMD")
-    )
+def test_command_line_is_one_that_the_server_takes() -> None:
+    program, *arguments = json.loads(values("ENTRYPOINT")[-1])[-1:] + json.loads(values("CMD")[-1])
     later = ANNOUNCED - known_options()
     asked = [a for n, a in enumerate(arguments) if not {a, arguments[n - 1]} & later]
     done = subprocess.run(
@@ -168,18 +130,14 @@ def test_command_line_is_one_that_the_server_takes(steps: list[tuple[str, str]])
 # ---------------------------------------------------------------- what it copies
 
 
-def test_everything_that_is_copied_is_there(
-    steps: list[tuple[str, str]], context: set[str]
-) -> None:
-    for sources, _ in copies(steps):
+def test_everything_that_is_copied_is_there(context: set[str]) -> None:
+    for sources, _ in copies():
         for source in sources:
             assert any(f"{file}/".startswith(f"{source.rstrip('/')}/") for file in context), source
 
 
-def test_nothing_else_is_sent_to_the_engine(
-    steps: list[tuple[str, str]], context: set[str]
-) -> None:
-    wanted = tuple(source.rstrip("/") for sources, _ in copies(steps) for source in sources)
+def test_nothing_else_is_sent_to_the_engine(context: set[str]) -> None:
+    wanted = tuple(source.rstrip("/") for sources, _ in copies() for source in sources)
     own = {"Dockerfile", ".dockerignore"}
     assert [file for file in context - own if not file.startswith(wanted)] == []
 
@@ -194,13 +152,11 @@ def destination(file: str, source: str, target: str) -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def image(
-    steps: list[tuple[str, str]], context: set[str], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def image(context: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the context's files where the recipe puts them, and an environment made of
     them by the recipe's own steps; but the packages of the runtime are those of this one."""
     root = tmp_path_factory.mktemp("image")
-    for sources, target in copies(steps):
+    for sources, target in copies():
         for file, source in itertools.product(context, sources):
             if (place := destination(file, source, target)) is not None:
                 copy = root / "omni-grpc" / place

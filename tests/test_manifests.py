@@ -17,7 +17,7 @@ from omni_grpc.config import builtin_pipelines
 from scripts.check_manifests import problems
 from scripts.manifests.build import K8S, Build, BuildError, NoKubectlError, builds, kubectl, render
 from scripts.manifests.pods import ANNOUNCED, known_options
-from tests.running import ServerProcess, health_check
+from tests.running import Command, ServerProcess, health_check
 from tests.support import ROOT
 
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
@@ -346,7 +346,7 @@ def test_what_kustomize_refuses_is_found(
 
 def test_the_check_ends_with_what_is_wrong(own: Path) -> None:
     edit(own / "overlays/cpu-demo/kustomization.yaml", "../../base", "../../bas")
-    command = [sys.executable, ROOT / "scripts/check_manifests.py", own]
+    command: Command = [sys.executable, ROOT / "scripts/check_manifests.py", own]
     done = subprocess.run(command, capture_output=True, text=True, timeout=25)
     assert done.returncode == 1
     assert "bas" in done.stderr

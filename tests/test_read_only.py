@@ -14,9 +14,9 @@ import pytest
 
 from omni_grpc.embedded import cache_root, prepare
 from tests import confined
+from tests.recipe import environment
 from tests.running import BIN, Command, ServerProcess
 from tests.support import ROOT
-from tests.test_image import environment, steps  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(
     bool(confined.why_not()), reason=f"nothing can be confined here: {confined.why_not()}"
@@ -86,11 +86,10 @@ def test_confined_programs_write_nowhere_else(tmp: Path) -> None:
 
 @pytest.mark.parametrize("home", [None, "/nonexistent"])
 def test_server_leaves_nothing_anywhere(
-    steps: list[tuple[str, str]],  # noqa: F811
     tmp: Path,
     home: str | None,
 ) -> None:
-    image = environment(steps)
+    image = environment()
     own = variables(image, tmp, Path("/nonexistent"))
     if home is not None:
         own["HOME"] = home
@@ -106,7 +105,6 @@ def test_server_leaves_nothing_anywhere(
 
 
 def test_preparing_models_writes_into_the_cache(
-    steps: list[tuple[str, str]],  # noqa: F811
     tmp: Path,
     tmp_path: Path,
 ) -> None:
@@ -114,7 +112,7 @@ def test_preparing_models_writes_into_the_cache(
     file.write_text(OCR)
     cache = tmp_path / "models"
     cache.mkdir()
-    own = variables(environment(steps), tmp, cache)
+    own = variables(environment(), tmp, cache)
     program: Command = [BIN / "omni-grpc", "prepare", file]
     command, settings = confined.confined(program, [tmp, cache], own)
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=25)
@@ -124,20 +122,19 @@ def test_preparing_models_writes_into_the_cache(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(540)
 def test_real_models_run_from_a_cache_that_is_read_only(
-    steps: list[tuple[str, str]],  # noqa: F811
     tmp: Path,
     tmp_path: Path,
 ) -> None:
     """As in an image that brings its models: they are there, and can't be changed."""
     prepare(["embedded:smollm2-135m-instruct", "embedded:hibari"], print)
-    own = variables(environment(steps), tmp, cache_root())
+    own = variables(environment(), tmp, cache_root())
     before = shared()
     with ServerProcess(
         "smol-voice", wrap=lambda command: confined.confined(command, [tmp], own)
     ) as server:
-        server.await_log(r"Serving ", 240)
+        server.await_log(r"Serving ", 480)
         spoken = tmp_path / "answer.wav"
         assert "Paris" in ask(server, "--out", str(spoken))
         assert spoken.read_bytes()[:4] == b"RIFF"
