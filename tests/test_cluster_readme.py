@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from scripts.check_manifests import problems
-from scripts.manifests.build import K8S, Build, NoKubectlError, kubectl, render
+from scripts.manifests.build import K8S, Build, render
 from scripts.manifests.pods import pods_of
+from tests.manifests import tool
 from tests.running import BIN, Command, ServerProcess
 from tests.support import ROOT
 
@@ -52,13 +53,10 @@ def of(*start: str) -> list[list[str]]:
     return [line[len(start) :] for line in commands() if line[: len(start)] == list(start)]
 
 
-@pytest.fixture(scope="module")
-def tool() -> Path:
+@pytest.fixture(scope="module", name="tool")
+def kubectl_of_tests() -> Path:
     """A kubectl that builds components."""
-    try:
-        return kubectl()
-    except NoKubectlError as error:
-        pytest.skip(str(error))
+    return tool()
 
 
 @pytest.fixture(scope="module")
