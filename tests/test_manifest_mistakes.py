@@ -16,6 +16,9 @@ from tests.manifests import GONE, OVERLAYS, built, changed, tool
 from tests.running import Command
 from tests.support import ROOT
 
+# Whichever test is first waits for all builds.
+pytestmark = pytest.mark.timeout(120)
+
 SERVER = "spec.template.spec.containers.0"
 LEADER = "spec.leaderWorkerTemplate.leaderTemplate.spec"
 WORKER = "spec.leaderWorkerTemplate.workerTemplate.spec"

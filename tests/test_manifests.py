@@ -17,6 +17,10 @@ from tests.manifests import COMPONENTS, OVERLAYS, built
 from tests.running import ServerProcess, health_check
 
 
+# Whichever test is first waits for all builds.
+pytestmark = pytest.mark.timeout(120)
+
+
 def test_there_is_a_build_of_each_overlay_and_component() -> None:
     wanted = {f"overlays/{name}" for name in OVERLAYS}
     assert set(built()) == wanted | {f"components/{name}" for name in COMPONENTS}
