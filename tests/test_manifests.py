@@ -16,7 +16,6 @@ from scripts.manifests.pods import ANNOUNCED, known_options
 from tests.manifests import COMPONENTS, OVERLAYS, built
 from tests.running import ServerProcess, health_check
 
-
 # Whichever test is first waits for all builds.
 pytestmark = pytest.mark.timeout(120)
 
