@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -318,6 +319,23 @@ async def test_killed_replica_takes_its_grandchildren_along() -> None:
         await eventually(lambda: running.server.engine.pools[0].ready_replicas, 10)
         again = json.loads(texts(await collect(running.omni)))
         assert not set(again) & set(started)
+
+
+@pytest.mark.parametrize("victim", ["server", "replica", "nobody"])
+async def test_shared_memory_of_a_replica_goes_with_it(victim: str) -> None:
+    with ServerProcess(python_stage("sharing", "Sharing")) as server:
+        async with calling(server) as channel:
+            names = json.loads(texts(await collect(stub_of(channel))))
+        files = [Path("/dev/shm") / name.lstrip("/") for name in names]
+        assert len(files) == 2 and all(file.exists() for file in files)
+        match victim:
+            case "server":
+                server.process.kill()
+            case "replica":
+                replicas("sharing", "text", server.pid)[0].kill()
+            case "nobody":
+                assert await asyncio.to_thread(server.end) == 0
+        await eventually(lambda: not any(file.exists() for file in files), 10)
 
 
 async def test_killed_watcher_does_not_end_its_replica() -> None:
