@@ -292,6 +292,8 @@ class VllmStage(Stage[Submitted | Session]):
                 if arguments["media_cache"]:
                     await engine.reset_mm_cache()
             case "sleep":
+                if not engine.vllm_config.model_config.enable_sleep_mode:
+                    raise NotSupported("the stage was not started with enable_sleep_mode")
                 await engine.sleep(level=arguments["level"])
             case "wake":
                 await engine.wake_up()
@@ -313,7 +315,10 @@ class VllmStage(Stage[Submitted | Session]):
         adapter = LoRARequest(name, number, path)
         try:
             await self._engine.add_lora(adapter)
-        except (VLLMClientError, ValueError, RuntimeError) as error:
+        except EngineDeadError as error:
+            raise ReplicaDead("the engine is dead") from error
+        except Exception as error:
+            # What the engine core raised comes back as a bare Exception with its text.
             raise InvalidField("path", f"is no adapter that fits: {error}") from None
         self._adapters[name] = adapter
 
