@@ -16,7 +16,6 @@ import msgspec
 from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
-from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -38,6 +37,7 @@ from omni_grpc.stages.vllm.params import (
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
 from omni_grpc.stages.vllm.pulse import Pulse
 from omni_grpc.stages.vllm.session import MARK, Session, joined
+from omni_grpc.stages.vllm.versions import VLLMClientError
 from omni_grpc.stages.vllm.worker import SessionWorker
 
 log = logging.getLogger("omni_grpc.replica")
