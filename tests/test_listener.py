@@ -80,7 +80,7 @@ async def test_port_is_free_again_after_stop() -> None:
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
 def test_address_that_is_not_ours_ends_with_a_clear_message(host: str) -> None:
-    with ServerProcess("echo", arguments=("--host", host, "--port", "0")) as server:
+    with ServerProcess("echo", arguments=("--host", host, "--port", "0", "--insecure")) as server:
         assert server.await_exit() == 2
         assert f"cannot listen on {host}:0" in server.log
         assert "Traceback" not in server.log
