@@ -123,6 +123,7 @@ class Engine:
             params=params,
             timeout_s=min(limit, request.timeout_s) if request.timeout_s is not None else limit,
             params_paths=paths,
+            progress_s=self.settings.progress_interval,
         )
 
     def _pipeline(self, name: str) -> Pipeline:

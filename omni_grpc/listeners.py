@@ -75,7 +75,8 @@ def channel_options(settings: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(connections.min_ping_interval)),
         ("grpc.keepalive_time_ms", _ms(connections.keepalive_time)),
-        ("grpc.keepalive_timeout_ms", _ms(connections.keepalive_timeout)),
+        # By grpcio's own keepalive_timeout_ms, which does nothing in 1.85, it would be a minute.
+        ("grpc.http2.ping_timeout_ms", _ms(connections.keepalive_timeout)),
     ]
     if connections.max_age is not None:
         # Without a grace: with one, calls that run would be cut at its end.

@@ -64,6 +64,9 @@ class ServerConfig(Frozen):
     """Output that waits for one client before its stages pause."""
     write_timeout: Seconds = 30.0
     """Longest time that a client may leave an output unread."""
+    progress_interval: Seconds = 30.0
+    """Longest silence of a stream of outputs: then `progress` is sent. What lies between closes
+    streams that are idle, Envoy after 5 minutes, others sooner."""
     drain_timeout: Seconds = 30.0
     """Longest time that running requests may go on after SIGTERM."""
     stop_timeout: Seconds = 10.0

@@ -30,6 +30,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # what is between from forgetting the connection. The server takes one every 10 s.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # What counts in grpcio 1.85; the one above is for others.
+    ("grpc.http2.ping_timeout_ms", 20_000),
 )
 # Message limits stay gRPC's own: no message of the contract is larger than 1 MiB.
 
