@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
@@ -77,7 +78,7 @@ def _append(file: Path, entry: Entry) -> None:
         raise ConfigError(f"{file}: there is a token named {entry.name!r} already")
     # A list that is empty has no lines to go below; others may be indented or not.
     text = text.rstrip().removesuffix("[]") + "\n"
-    for indent in ("  ", ""):
+    for indent in dict.fromkeys(["  ", *re.findall(r"^( *)- ", text, re.MULTILINE)]):
         candidate = text + _text(entry, indent)
         with suppress(yaml.YAMLError, ConfigError):
             if parse_tokens(yaml.safe_load(candidate), file) == (*before, entry):
