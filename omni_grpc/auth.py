@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -12,6 +13,8 @@ from grpc_status import rpc_status
 from omni_grpc.errors import OmniError, PermissionDenied, Unauthenticated
 from omni_grpc.interceptors import OWN_PACKAGE, Context, rich_status
 from omni_grpc.tokens import Right, Tokens
+
+log = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
 SCHEME = "bearer "
@@ -93,6 +96,8 @@ class Auth(grpc.aio.ServerInterceptor):
         if handler is not None and right not in entry.rights:
             needed = f"the right {right.value!r}" if right else "a right that no token has"
             return _refusal(method, PermissionDenied(f"the method needs {needed}"))
+        if right is Right.ADMIN:
+            log.info("%s by %s", method, entry.name)
         # The handler runs in this task: what is set here, it sees.
         _tenant.set(entry.tenant)
         return handler
@@ -115,6 +120,7 @@ def _refusal(method: str, error: OmniError) -> Any:
     async def refuse(_: Any, context: Context) -> None:
         if method.startswith(OWN_PACKAGE):
             raise error
+        log.info("%s %s", method, error.code.name)
         await context.abort_with_status(rpc_status.to_status(rich_status(error)))
 
     return grpc.stream_stream_rpc_method_handler(refuse, request_deserializer=bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -148,8 +149,9 @@ async def test_a_method_needs_its_right_and_no_other(served: Served, tokens: Tok
 
 
 async def test_an_operator_needs_the_right_on_the_admin_listener_too(
-    served: Served, tokens: TokenFile
+    served: Served, tokens: TokenFile, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "omni_grpc.auth")
     user = bearer(await added(served, tokens, "user", "infer", "info"))
     operator = bearer(await added(served, tokens, "operator", "admin"))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{served.server.admin_port}") as channel:
@@ -167,6 +169,8 @@ async def test_an_operator_needs_the_right_on_the_admin_listener_too(
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call
                 assert rich_error(caught.value).reason == code
+    assert "/omni_grpc.v1.AdminService/ResumeStage by operator" in caplog.text
+    assert "/grpc.channelz.v1.Channelz/GetServers PERMISSION_DENIED" in caplog.text
 
 
 async def test_a_method_that_is_not_in_the_table_is_refused_to_everyone(
