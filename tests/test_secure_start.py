@@ -8,20 +8,21 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import grpc
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from omni_grpc.cli import app
 from omni_grpc.config import AuthConfig, ServerConfig, load_settings
 from omni_grpc.config.listening import address, is_loopback
 from omni_grpc.server import Server
 from omni_grpc.tokens import make_token, read_tokens
+from omni_grpc.v1 import service_pb2_grpc
 from tests.certificates import Authority, encrypted
 from tests.running import BIN, ServerProcess, text_pipeline
+from tests.secured import DIGEST, ENTRY, INFO, bearer
 from tests.support import ROOT
 
-DIGEST = "ab" * 32
-ENTRY = f"{{name: a, sha256: {DIGEST}, tenant: t, rights: [infer]}}"
 OTHER = ENTRY.replace(DIGEST, "cd" * 32)
 
 
@@ -91,12 +92,6 @@ REFUSED = {
     "settings that are a list": ("--config list.yaml", "settings are a mapping"),
     "unknown setting": ("--config settings.yaml", "colour: Extra inputs are not permitted"),
 }
-
-
-def serve(folder: Path, arguments: str) -> Result:
-    """`omni-grpc serve` that does not come to serve."""
-    words = [str(folder / word) if (folder / word).suffix else word for word in arguments.split()]
-    return CliRunner().invoke(app, ["serve", "--pipeline", "echo", "--port", "0", *words])
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -170,88 +165,6 @@ def test_options_are_over_the_file(tmp_path: Path) -> None:
     assert load_settings(tmp_path / "empty.yaml", {}) == ServerConfig()
 
 
-# ---------------------------------------------------------------- omni-grpc token
-
-
-def token(*arguments: object) -> Result:
-    """`omni-grpc token`."""
-    return CliRunner().invoke(app, ["token", *(str(argument) for argument in arguments)])
-
-
-def test_token_is_printed_once_and_its_hash_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "tokens.yaml"
-    more = ("--tenant", "acme", "--right", "infer", "--file", file)
-    one, two = token("one", *more), token("two", *more, "--right", "info", "--days", 7)
-    assert (one.exit_code, two.exit_code) == (0, 0), (one.output, two.output)
-    secrets = [result.stdout.strip() for result in (one, two)]
-    assert all(re.fullmatch(r"omni_[\w-]{43}", secret) for secret in secrets)
-    assert one.stderr == two.stderr == ""
-    first, second = read_tokens(file)
-    assert (first.name, first.tenant, first.rights) == ("one", "acme", ("infer",))
-    assert second.rights == ("infer", "info") and second.expires is not None
-    assert not any(secret in file.read_text() for secret in secrets)
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert [path.name for path in tmp_path.iterdir()] == ["tokens.yaml"]
-
-
-def test_token_without_a_file_gives_the_entry_to_add(tmp_path: Path) -> None:
-    result = token("one", "--tenant", "acme", "--right", "admin")
-    file = tmp_path / "tokens.yaml"
-    file.write_text(result.stderr)
-    assert [entry.name for entry in read_tokens(file)] == ["one"]
-    assert result.stdout.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "# ours\ntokens:\n- " + ENTRY + "\n",
-        "# ours\ntokens:\n    - " + ENTRY + "  # a\n",
-        "# ours\ntokens: []\n",
-        "# ours\ntokens:\n  - name: a\n    sha256: '" + DIGEST + "'\n    tenant: t\n    rights:\n"
-        "    - infer",
-    ],
-)
-def test_token_keeps_what_the_file_holds(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "tokens.yaml"
-    file.write_text(content)
-    file.chmod(0o640)
-    before = read_tokens(file)
-    result = token("new", "--tenant", "acme", "--right", "infer", "--file", file)
-    assert result.exit_code == 0, result.stderr
-    assert read_tokens(file)[:-1] == before and file.read_text().startswith("# ours\n")
-    assert file.stat().st_mode & 0o777 == 0o640
-
-
-def test_token_is_not_written_where_it_would_not_be_read(tmp_path: Path) -> None:
-    file = tmp_path / "tokens.yaml"
-    content = f"tokens: [{ENTRY}]\n"
-    file.write_text(content)
-    result = token("new", "--tenant", "acme", "--right", "infer", "--file", file)
-    assert result.exit_code == 2 and "add it yourself" in result.stderr
-    assert file.read_text() == content
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("a", "--tenant", "t", "--right", "infer"), "there is a token named 'a' already"),
-        (("b c", "--tenant", "t", "--right", "infer"), "name: String should match"),
-        (("b", "--tenant", "", "--right", "infer"), "tenant: String should match"),
-        (("b", "--tenant", "t", "--right", "root"), "'root' is not one of"),
-        (("b", "--tenant", "t"), "Missing option '--right'"),
-    ],
-)
-def test_token_that_cannot_be_leaves_the_file(
-    folder: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    file = folder / "good.yaml"
-    before = file.read_text()
-    result = token(*arguments, "--file", file)
-    assert result.exit_code == 2 and message in result.stderr, result.stderr
-    assert file.read_text() == before and "omni_" not in result.output
-
-
 # ---------------------------------------------------------------- docs/security.md
 
 
@@ -276,6 +189,7 @@ def run(folder: Path, script: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(60)  # several commands, each a process
 def test_the_page_is_true_and_no_secret_is_in_the_log(folder: Path, tmp_path: Path) -> None:
     for name in ("tls.crt", "tls.key", "ca.crt"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -292,13 +206,13 @@ def test_the_page_is_true_and_no_secret_is_in_the_log(folder: Path, tmp_path: Pa
         call = re.sub(r"(omni-grpc \w+)", rf"\1 --target {target}", call)
         printed = run(tmp_path, call, OMNI_GRPC_TOKEN=secret)
         assert "echo (default)" in printed and printed.count("Hello") == 2
-        for wrong in (secret[:-1] + "!", "omni_nobody-knows-this"):
-            with pytest.raises(AssertionError, match="UNAUTHENTICATED"):
-                run(
-                    tmp_path,
-                    f"omni-grpc describe --target {target} --tls-ca ca.crt --token {wrong}",
-                )
-            assert wrong not in server.log
+        credentials = grpc.ssl_channel_credentials((tmp_path / "ca.crt").read_bytes())
+        with grpc.secure_channel(target, credentials) as channel:
+            stub = service_pb2_grpc.OmniServiceStub(channel)
+            for wrong in (secret[:-1] + "!", "omni_nobody-knows-this"):
+                with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                    stub.GetServerInfo(INFO, metadata=bearer(wrong))
+                assert wrong not in server.log
         assert server.end() == 0
         assert "GetServerInfo OK" in server.log and "UNAUTHENTICATED" in server.log
         assert "grpcurl -cacert ROOTS -H 'authorization: Bearer TOKEN'" in server.log

@@ -66,6 +66,8 @@ Settings = Annotated[
     ),
 ]
 
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Neither progress nor summary.")]
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -120,9 +122,7 @@ def generate(
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object per event; of bytes the size only.")
     ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Neither progress nor summary.")
-    ] = False,
+    quiet: Quiet = False,
     *,
     connection: Connection,
 ) -> None:
