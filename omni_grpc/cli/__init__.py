@@ -18,7 +18,13 @@ from omni_grpc.cli.serve import serve
 from omni_grpc.cli.speak import SPEAK_EPILOG, speak
 from omni_grpc.cli.token import token
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, help="Omni-modal inference over gRPC.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    help="Omni-modal inference over gRPC.",
+    # A traceback must not show a token: typer's default, but not in every version that we take.
+    pretty_exceptions_show_locals=False,
+)
 app.command()(serve)
 app.command(epilog=EPILOG)(generate)
 app.command(epilog=SPEAK_EPILOG)(speak)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ class Connection:
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     insecure: bool = False
 
     @property
