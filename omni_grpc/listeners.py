@@ -26,11 +26,17 @@ class Listeners:
         tls, auth = settings.tls, settings.auth
         self._certificates = None if tls is None else Certificates(tls)
         self._tokens = None if auth is None else Tokens(Path(auth.tokens))
-        self._interceptors: list[grpc.aio.ServerInterceptor] = [Edge(pod)]
+        self._edge = Edge(pod)
+        self._interceptors: list[grpc.aio.ServerInterceptor] = [self._edge]
         if auth is not None and self._tokens is not None:
             self._interceptors.append(Auth(self._tokens, open_reflection=auth.open_reflection))
         self._watcher = Watcher(one for one in (self._certificates, self._tokens) if one)
         self._credentials: list[grpc.ServerCredentials] = []
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call of the service came."""
+        return self._edge.idle_s
 
     def make(self, *, open_to_all: bool = False) -> grpc.aio.Server:
         """A listener without a service and a port yet. `open_to_all`: without tokens, and without

@@ -66,6 +66,10 @@ Tokens = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Bearer tokens that may call; see omni-grpc token."),
 ]
+DrainDelay = Annotated[
+    float | None,
+    typer.Option(help="Seconds after SIGTERM until new requests are refused.", show_default="0"),
+]
 
 
 def serve(
@@ -86,9 +90,10 @@ def serve(
     max_requests: Annotated[
         int | None, typer.Option(help="Requests at once.", show_default="1024")
     ] = None,
+    drain_delay: DrainDelay = None,
     drain_timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds for running requests after SIGTERM.", show_default="30"),
+        typer.Option(help="Seconds for running requests after that.", show_default="30"),
     ] = None,
 ) -> None:
     """Serves pipelines until SIGTERM or Ctrl-C. The first one named is the default."""
@@ -104,6 +109,7 @@ def serve(
         "tls.client_ca": tls_client_ca,
         "auth.tokens": tokens,
         "max_requests": max_requests,
+        "drain_delay": drain_delay,
         "drain_timeout": drain_timeout,
     }
     _run(config, {name: value for name, value in options.items() if value is not None}, pipeline)

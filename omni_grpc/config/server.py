@@ -67,8 +67,11 @@ class ServerConfig(Frozen):
     progress_interval: Seconds = 30.0
     """Longest silence of a stream of outputs: then `progress` is sent. What lies between closes
     streams that are idle, Envoy after 5 minutes, others sooner."""
+    drain_delay: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """How long new requests are still taken after SIGTERM, when health already says NOT_SERVING: as
+    long as a balancer needs to notice."""
     drain_timeout: Seconds = 30.0
-    """Longest time that running requests may go on after SIGTERM."""
+    """Longest time that running requests may go on after that."""
     stop_timeout: Seconds = 10.0
     """Longest time that a replica may take to stop before it is killed."""
     heartbeat_timeout: Annotated[float, Field(ge=2, le=3600)] = 30.0
