@@ -25,6 +25,7 @@ from omni_grpc.admission import (
     requested_params,
     resolve_chunk,
 )
+from omni_grpc.balance import tokens
 from omni_grpc.budget import Budget, Share
 from omni_grpc.config import ServerConfig
 from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, PipelineNotFound
@@ -38,9 +39,8 @@ from omni_grpc.topology import Pipeline
 from omni_grpc.types import GoingAway, Request, UpdateChunk
 
 ABORT_TIMEOUT_S = 5.0
-RETRY_S = 1.0
-"""When to come back to a server that is full. An estimate from the drain rate takes its place
-later."""
+DRAIN_RETRY_S = 1.0
+"""When to come back after a server that stops: to another one, or to the one in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Engine:
         Raises OmniError where it is refused. Whatever is raised, cancellation included, nothing of
         it is left."""
         if self.draining:
-            raise Draining("the server is about to stop", retry_after_s=RETRY_S)
+            raise Draining("the server is about to stop", retry_after_s=DRAIN_RETRY_S)
         if request.timeout_s is not None and request.timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed before the request came")
         plan = self.plan(request)
-        share = Share(request.options.tenant, media_bytes(request.prompt))
+        share = _share(plan)
         self.budget.take(share)
         try:
             run = self.orchestrator.open(plan, partial(self.budget.give, share))
@@ -192,7 +192,15 @@ class Engine:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.orchestrator.idle()
-        self.orchestrator.close_all(Draining("the server stopped", retry_after_s=RETRY_S))
+        self.orchestrator.close_all(Draining("the server stopped", retry_after_s=DRAIN_RETRY_S))
+
+
+def _share(plan: Plan) -> Share:
+    request = plan.request
+    answers = (plan.params[node.name] for node in plan.needed)
+    return Share(
+        request.options.tenant, media_bytes(request.prompt), tokens(request.prompt, answers)
+    )
 
 
 async def _resolved(

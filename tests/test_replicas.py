@@ -113,7 +113,7 @@ async def test_a_budget_gives_back_what_it_took() -> None:
     assert full.value.retry_after_s
     for share in (a, Share("a", 0), Share("b", 0)):
         budget.give(share)
-    assert budget.statistics() == {"requests": 0, "media_bytes": 0, "tenants": 0}
+    assert not any(budget.statistics().values())
 
 
 # ---------------------------------------------------------------- balanced

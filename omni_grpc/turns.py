@@ -1,0 +1,57 @@
+"""When a caller that was refused should come back: from how fast places have become free lately.
+
+Every caller that is refused gets a turn of its own, one place after the other, so that they do not
+all come back for the same one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+RATE_WINDOW_S = 10.0
+MIN_RETRY_S = 0.1
+MAX_RETRY_S = 30.0
+UNKNOWN_RETRY_S = 1.0
+"""When to come back while nothing has ended yet."""
+
+
+class Turns:
+    """The measured drain rate of something that is full at times, and the turns that it gives.
+    `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._busy_since = clock()
+        self._ended: deque[float] = deque()
+        self._last_turn = 0.0
+
+    def began(self) -> None:
+        """Work has come where there was none: only from now on does the rate mean anything."""
+        self._busy_since = self._clock()
+        self._ended.clear()
+
+    def ended(self) -> None:
+        """A place has become free."""
+        self._ended.append(self._clock())
+        self._forget()
+
+    def _forget(self) -> None:
+        horizon = self._clock() - RATE_WINDOW_S
+        while self._ended and self._ended[0] < horizon:
+            self._ended.popleft()
+
+    def step_s(self) -> float:
+        """The time in which one place becomes free, lately. While none has, at least as long as it
+        has been so."""
+        self._forget()
+        busy = self._clock() - self._busy_since
+        if not self._ended:
+            return max(UNKNOWN_RETRY_S, busy)
+        return min(RATE_WINDOW_S, busy) / len(self._ended)
+
+    def next_s(self) -> float:
+        """How long a caller that is refused now should wait; the next one waits longer."""
+        now = self._clock()
+        turn = max(now, self._last_turn) + self.step_s()
+        self._last_turn = min(turn, now + MAX_RETRY_S)
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, turn - now))
