@@ -68,9 +68,8 @@ class Account:
 
     def take(self, share: Share) -> None:
         """Counts a request that begins."""
-        if not self.requests:
-            self._turns.began()
         self._count(share, 1)
+        self._turns.began()
 
     def give(self, share: Share) -> None:
         """Counts a request that has ended."""

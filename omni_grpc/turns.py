@@ -17,37 +17,48 @@ UNKNOWN_RETRY_S = 1.0
 
 class Turns:
     """The measured drain rate of something that is full at times, and the turns that it gives.
-    `clock` gives seconds."""
+    `clock` gives seconds; only time in which there is work counts."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._running = 0
+        self._busy_before = 0.0
         self._busy_since = clock()
         self._ended: deque[float] = deque()
+        self._last_ended = 0.0
         self._last_turn = 0.0
 
     def began(self) -> None:
-        """Work has come where there was none: only from now on does the rate mean anything."""
-        self._busy_since = self._clock()
-        self._ended.clear()
+        """A place was taken."""
+        if not self._running:
+            self._busy_since = self._clock()
+        self._running += 1
 
     def ended(self) -> None:
         """A place has become free."""
-        self._ended.append(self._clock())
+        self._last_ended = self._busy()
+        self._ended.append(self._last_ended)
         self._forget()
+        self._running -= 1
+        if not self._running:
+            self._busy_before = self._last_ended
+
+    def _busy(self) -> float:
+        """Seconds in which there was work, so far."""
+        return self._busy_before + (self._clock() - self._busy_since if self._running else 0.0)
 
     def _forget(self) -> None:
-        horizon = self._clock() - RATE_WINDOW_S
+        horizon = self._busy() - RATE_WINDOW_S
         while self._ended and self._ended[0] < horizon:
             self._ended.popleft()
 
     def step_s(self) -> float:
-        """The time in which one place becomes free, lately. While none has, at least as long as it
-        has been so."""
+        """The time in which one place becomes free, lately. Where none has for a while, at least
+        that while."""
         self._forget()
-        busy = self._clock() - self._busy_since
         if not self._ended:
-            return max(UNKNOWN_RETRY_S, busy)
-        return min(RATE_WINDOW_S, busy) / len(self._ended)
+            return max(UNKNOWN_RETRY_S, self._busy() - self._last_ended)
+        return min(RATE_WINDOW_S, self._busy()) / len(self._ended)
 
     def next_s(self) -> float:
         """How long a caller that is refused now should wait; the next one waits longer."""
