@@ -109,7 +109,7 @@ async def untouched(server: Server, opened: Opened, tasks: int) -> None:
     """Returns when all is as it was before the requests that were refused."""
     engine = server.engine
     assert len(engine.orchestrator) == 0, "it is still registered"
-    assert engine.budget.statistics() == {"requests": 0, "media_bytes": 0, "tenants": 0}
+    assert not any(engine.budget.statistics().values())
     await freed(server, 5)
     root = engine.orchestrator._artifact_root
     await eventually(lambda: not list(root.glob("*")), 5)
