@@ -5,7 +5,6 @@ budget by itself is told that coming back does not help."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from omni_grpc.config import ServerConfig
@@ -41,7 +40,7 @@ class Account:
         self._whose = whose
         self._limits = limits
         self._full = full
-        self._turns = Turns(asyncio.get_running_loop().time)
+        self._turns = Turns()
 
     def check_count(self, share: Share) -> None:
         """Raises `full` where there is no room for the request, or for its tokens."""

@@ -50,6 +50,8 @@ class StageStatistics:
     pipelines: tuple[str, ...]
     stage: str
     replicas: list[SlotStatistics]
+    waiting: int
+    """Requests that wait in the server for a place in one of them."""
 
 
 class Engine:
@@ -81,6 +83,8 @@ class Engine:
         if request.timeout_s is not None and request.timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed before the request came")
         plan = self.plan(request)
+        # Before anything is made for it: to be refused must cost little.
+        plan.pipeline.entry.pool.places.check_room()
         share = _share(plan)
         self.budget.take(share)
         try:
@@ -182,7 +186,9 @@ class Engine:
             for node in pipeline.stages.values():
                 users.setdefault(id(node.pool), []).append(pipeline.name)
         return [
-            StageStatistics(tuple(users[id(pool)]), pool.config.name, pool.statistics())
+            StageStatistics(
+                tuple(users[id(pool)]), pool.config.name, pool.statistics(), pool.places.waiting
+            )
             for pool in self.pools
         ]
 

@@ -5,12 +5,15 @@ all come back for the same one."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
 RATE_WINDOW_S = 10.0
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
+TURNS_S = 10.0
+"""How far ahead turns are given. Of those that are told to wait for long, few come back."""
 UNKNOWN_RETRY_S = 1.0
 """When to come back while nothing has ended yet."""
 
@@ -19,7 +22,7 @@ class Turns:
     """The measured drain rate of something that is full at times, and the turns that it gives.
     `clock` gives seconds; only time in which there is work counts."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._running = 0
         self._busy_before = 0.0
@@ -63,6 +66,5 @@ class Turns:
     def next_s(self) -> float:
         """How long a caller that is refused now should wait; the next one waits longer."""
         now = self._clock()
-        turn = max(now, self._last_turn) + self.step_s()
-        self._last_turn = min(turn, now + MAX_RETRY_S)
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, turn - now))
+        self._last_turn = min(max(now, self._last_turn), now + TURNS_S) + self.step_s()
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, self._last_turn - now))

@@ -84,8 +84,8 @@ class Watch:
 
     def _works(self, stage: StageRun) -> bool:
         """Whether it is this stage's turn: it holds a task, is not held back, and waits neither for
-        another stage nor for the client."""
-        if not stage.holds or stage.handle is None or stage.handle.held:
+        a place nor for another stage nor for the client."""
+        if not stage.holds or stage.handle is None or stage.handle.held or stage.handle.waits:
             return False
         if stage is self._graph.entry:
             return self._lane is None or self._lane.answering(stage.answered)

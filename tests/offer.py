@@ -57,7 +57,9 @@ async def offer(port: int, rate: float, seconds: float, work_ms: int) -> Seen:
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         asyncio.TaskGroup() as group,
     ):
-        stub, begin, sent = service_pb2_grpc.OmniServiceStub(channel), clock(), 0
+        stub, sent = service_pb2_grpc.OmniServiceStub(channel), 0
+        await channel.channel_ready()
+        begin = clock()
         while clock() < begin + seconds:
             due = int((clock() - begin) * rate)
             for _ in range(due - sent):

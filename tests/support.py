@@ -207,6 +207,11 @@ async def eventually(predicate: Callable[[], object], within: float = 1.0) -> No
         await asyncio.sleep(0.005)
 
 
+def slowdown() -> float:
+    """How many times slower than when it is idle this machine is: what wants to run, per core."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 async def freed(server: Server, within: float = 1.0) -> None:
     """Returns when the server holds nothing. AssertionError with what it holds if it takes too
     long."""

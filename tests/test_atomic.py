@@ -162,7 +162,7 @@ STEPS = {
     "a companion's transform": fails(Submission, "view", 2),
     "expansion": fails(Submission, "companions"),
     "a task": fails(Submission, "task", 1),
-    "acquire": fails(StagePool, "acquire"),
+    "a place": fails(StagePool, "submit"),
     "submit of the first companion": fails(Replica, "submit", 0),
     "submit of the second companion": fails(Replica, "submit", 1),
     "submit of the parent": fails(Replica, "submit", 2),

@@ -14,7 +14,7 @@ from omni_grpc.balance import UNKNOWN_TOKENS, tokens
 from omni_grpc.budget import Budget, Share
 from omni_grpc.config import ServerConfig
 from omni_grpc.errors import MediaBudget, QueueFull, TenantBudget
-from omni_grpc.turns import MAX_RETRY_S, UNKNOWN_RETRY_S, Turns
+from omni_grpc.turns import MAX_RETRY_S, TURNS_S, UNKNOWN_RETRY_S, Turns
 from omni_grpc.types import (
     CustomParams,
     DataType,
@@ -169,12 +169,17 @@ def test_while_nothing_ends_the_wait_grows_up_to_a_limit() -> None:
     assert turns.next_s() == UNKNOWN_RETRY_S
     clock.now += 7
     assert turns.step_s() == 7
-    assert max(turns.next_s() for _ in range(100)) == MAX_RETRY_S
-    # The turns that were given do not reach further than the limit either.
-    clock.now += MAX_RETRY_S
-    turns.ended()
-    ends(clock, turns, 100, 0.25)
-    assert turns.next_s() < 1
+    clock.now += 70
+    assert turns.next_s() == MAX_RETRY_S
+
+
+def test_turns_are_not_given_for_ever_ahead() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    ends(clock, turns, 8, 0.25)
+    assert max(turns.next_s() for _ in range(1000)) == pytest.approx(TURNS_S + 0.25)
+    clock.now += TURNS_S + 0.25
+    assert turns.next_s() == pytest.approx(0.25)
 
 
 async def test_refused_clients_that_come_back_when_told_get_in(serve: Serve) -> None:

@@ -156,7 +156,9 @@ async def leaving(serve: Serve, requests: int, seed: int) -> None:
         await eventually(lambda: served.server.census().standing == before, 5)
         print(f"  standing before and after: {dict(before)}")
         gc.collect()
-        alive = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, (Run, StageRun)))
+        alive = Counter(
+            type(one).__name__ for one in gc.get_objects() if isinstance(one, (Run, StageRun))
+        )
         assert not alive, alive
         assert (await collect(stub))[-1].HasField("finished")
     guided.CALLS.clear()

@@ -17,11 +17,11 @@ from omni_grpc.v1 import service_pb2
 from tests.conftest import Serve
 from tests.offer import Seen
 from tests.running import health_stub
-from tests.support import ROOT, Served, client, echo, freed, stub_of
+from tests.support import ROOT, Served, client, echo, freed, slowdown, stub_of
 
-PLACES = 4
-WAITING = 4
-WORK_MS = 100
+PLACES = 8
+WAITING = 8
+WORK_MS = 400
 CAPACITY = PLACES * 1000 / WORK_MS
 """Requests a second that the fake stage can do."""
 
@@ -62,7 +62,7 @@ async def probe(calls: dict[str, Callable[[], Awaitable[object]]]) -> dict[str, 
 
 async def overload(serve: Serve, seconds: float) -> None:
     """Ten times the capacity for so long."""
-    served = await serve(echo(max_tasks=PLACES))
+    served = await serve(echo(max_tasks=PLACES, max_waiting=WAITING))
     async with client(served.server) as channel:
         stub, health = stub_of(channel), health_stub(channel)
         checks: dict[str, Callable[[], Awaitable[object]]] = {
@@ -76,7 +76,8 @@ async def overload(serve: Serve, seconds: float) -> None:
         probing.cancel()
         took = await probing
     await freed(served.server)
-    # assert most <= PLACES + WAITING
+    # Some may be on their way in or out; none is there that will be refused.
+    assert most <= 2 * (PLACES + WAITING)
     report(seen, took, seconds)
     assert_bounds(seen, took, seconds)
     gc.collect()
@@ -92,7 +93,8 @@ def report(seen: Seen, took: dict[str, list[float]], seconds: float) -> None:
         f"goodput {len(seen.finished) / seconds / CAPACITY:.2f} of it, "
         f"latency p99 {percentile(seen.finished, 99) * 1e3:.0f} ms; "
         f"{len(refused)} refused in {percentile(refused, 99) * 1e3:.0f} ms (p99), "
-        f"told to wait {max(e.retry or 0 for e in seen.refusals):.1f} s at most"
+        f"told to wait {max(e.retry or 0 for e in seen.refusals):.1f} s at most; "
+        f"the machine is {slowdown():.1f} times slower than idle"
     )
     for name, times in took.items():
         print(f"  {name}: {len(times)} calls, p99 {percentile(times, 99) * 1e3:.0f} ms")
@@ -100,21 +102,22 @@ def report(seen: Seen, took: dict[str, list[float]], seconds: float) -> None:
 
 def assert_bounds(seen: Seen, took: dict[str, list[float]], seconds: float) -> None:
     """The bars, with room for a busy machine: goodput 90 %, 50 ms."""
+    slower = slowdown()
     assert len(seen.finished) > 0.5 * CAPACITY * seconds
     assert len(seen.refusals) > len(seen.finished), "that was no overload"
-    assert percentile([refusal.seconds for refusal in seen.refusals], 99) < 0.25
+    assert percentile([refusal.seconds for refusal in seen.refusals], 99) < 0.25 * slower
     for refusal in seen.refusals:
         assert (refusal.code, refusal.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
         assert refusal.retry and refusal.pushback_ms == round(refusal.retry * 1e3)
     # Those ahead in the queue, and itself.
     longest = (WAITING / PLACES + 1) * WORK_MS / 1e3
-    assert percentile(seen.finished, 99) < 5 * longest
+    assert percentile(seen.finished, 99) < 5 * longest * slower
     for times in took.values():
-        assert len(times) > 10 and percentile(times, 99) < 0.25
+        assert len(times) > 10 and percentile(times, 99) < 0.25 * slower
 
 
 async def test_ten_times_too_much_for_a_few_seconds(serve: Serve) -> None:
-    await overload(serve, seconds=4)
+    await overload(serve, seconds=5)
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ async def test_a_request_that_gave_something_is_not_retried(serve: Serve) -> Non
 
 
 async def test_full_replicas_refuse_with_a_time_to_come_back(serve: Serve) -> None:
-    served = await serve(echo(replicas=2, max_tasks=1))
+    served = await serve(echo(replicas=2, max_tasks=1, max_waiting=0))
     held = [await started(served.stub, stage_params=[script(outputs=9, hang_at=1)]) for _ in "ab"]
     error = await refusal(served.stub)
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")

@@ -50,11 +50,10 @@ async def stalled(stub: Any, scripts: list[Any]) -> Any:
 
 async def gaps(stub: Any) -> list[float]:
     """The times between the outputs of a stage that gives one every 10 ms, in ms, ascending."""
-    clock, times = asyncio.get_running_loop().time, []
+    clock = asyncio.get_running_loop().time
     scripts = [script(), script("audio", outputs=200, interval_ms=10)]
-    async for response in stub.AddRequest(ask(stage_params=scripts, output_modalities=[AUDIO])):
-        if response.HasField("output"):
-            times.append(clock())
+    call = stub.AddRequest(ask(stage_params=scripts, output_modalities=[AUDIO]))
+    times = [clock() async for response in call if response.HasField("output")]
     return sorted((after - before) * 1e3 for before, after in pairwise(times))
 
 
