@@ -34,7 +34,7 @@ from omni_grpc.orchestrator import AbortOutcome, Orchestrator
 from omni_grpc.params import merge
 from omni_grpc.plan import Plan
 from omni_grpc.pool import SlotStatistics, StagePool
-from omni_grpc.run import Run
+from omni_grpc.run import Run, owned_task
 from omni_grpc.topology import Pipeline
 from omni_grpc.types import GoingAway, Request, UpdateChunk
 
@@ -151,8 +151,9 @@ class Engine:
         error if it ends meanwhile; if it finishes, that is the summary's end too."""
         assert run.lane is not None
         lane = run.lane
-        driving = asyncio.create_task(feeder.drive(_resolved(updates, run, lane)))
-        ending = asyncio.create_task(run.ended())
+        work = feeder.drive(_resolved(updates, run, lane))
+        driving = owned_task(work, run.request_id, "feeding")
+        ending = owned_task(run.ended(), run.request_id, "waiting for the end")
         try:
             await asyncio.wait((driving, ending), return_when=asyncio.FIRST_COMPLETED)
             # The request's own end comes first: a chunk that was under way then was not refused.

@@ -24,7 +24,7 @@ from omni_grpc.errors import (
 )
 from omni_grpc.lane import Feeder
 from omni_grpc.outbox import Numbered, Outbox, Routed
-from omni_grpc.run import Run
+from omni_grpc.run import Run, owned_task
 from omni_grpc.types import (
     InteractionEvent,
     Notice,
@@ -146,7 +146,7 @@ class Session:
 
     async def listen(self, messages: AsyncIterator[Message]) -> None:
         """Acts on what the client sends, to its half-close. Raises what is out of order."""
-        feeding = asyncio.create_task(self._feed())
+        feeding = owned_task(self._feed(), self.run.request_id, "feeding of a session")
         try:
             async for message in messages:
                 await self._act(message)

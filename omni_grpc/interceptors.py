@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -64,6 +65,8 @@ class Edge(grpc.aio.ServerInterceptor):
 
     def __init__(self, pod: str) -> None:
         self._pod = pod
+        self.calls: Counter[str] = Counter()
+        """Calls that are not over, by method."""
 
     async def intercept_service(
         self,
@@ -86,6 +89,7 @@ class Edge(grpc.aio.ServerInterceptor):
 
         async def call(request: Any, context: Context) -> Any:
             started = time.perf_counter()
+            self.calls[name] += 1
             context.set_trailing_metadata((("omni-pod", self._pod),))
             code = Code.INTERNAL.name
             try:
@@ -111,6 +115,7 @@ class Edge(grpc.aio.ServerInterceptor):
                 log.exception("%s failed", name)
                 await self._abort(context, InternalError("internal error"))
             finally:
+                self.calls[name] -= 1
                 elapsed = (time.perf_counter() - started) * 1e3
                 log.info("%s %s %.1f ms %s", name, code, elapsed, _request_id.get() or "-")
 

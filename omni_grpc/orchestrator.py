@@ -32,7 +32,8 @@ class Orchestrator:
 
     def __init__(self, queue_bytes: int, artifact_root: Path) -> None:
         self._queue_bytes = queue_bytes
-        self._artifact_root = artifact_root
+        self.artifact_root = artifact_root
+        """Where the directories of requests are."""
         self._runs: dict[str, Run] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._idle = asyncio.Event()
@@ -48,7 +49,7 @@ class Orchestrator:
         request_id = plan.request.request_id
         if request_id in self._runs:
             raise DuplicateRequest(f"request {request_id!r} is in flight")
-        artifacts = Artifacts(self._artifact_root)
+        artifacts = Artifacts(self.artifact_root)
 
         def closed(run: Run) -> None:
             self._closed(run)

@@ -118,6 +118,11 @@ class Replica:
         return f"{self.spec.stage}/{self.spec.replica}"
 
     @property
+    def pid(self) -> int:
+        """Its process id; 0 before it was spawned."""
+        return self._process.pid
+
+    @property
     def running(self) -> int:
         """Tasks that the replica holds, being aborted included."""
         return len(self._tasks)

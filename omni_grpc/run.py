@@ -54,6 +54,16 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+TASK_PREFIX = "request "
+"""What the names of asyncio tasks begin with that belong to a request."""
+
+
+def owned_task(
+    work: Coroutine[Any, Any, Result], request_id: str, what: str
+) -> asyncio.Task[Result]:
+    """An asyncio task that belongs to a request, and tells so by its name."""
+    return asyncio.create_task(work, name=f"{TASK_PREFIX}{request_id}: {what}")
+
 
 class Run:
     """One admitted or soon to be admitted request. One reader iterates it with `next`."""
@@ -127,7 +137,7 @@ class Run:
     async def _unless_closed(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The work's result; the run's error as soon as it is closed. A transform in its thread is
         not waited for."""
-        working = asyncio.create_task(work)
+        working = owned_task(work, self.request_id, "preparing")
         try:
             await asyncio.wait((working, self._admission), return_when=asyncio.FIRST_COMPLETED)
             if self.closed:
@@ -428,6 +438,10 @@ class Run:
         return {
             "request_id": self.request_id,
             "closed": self.closed,
+            "completed": self.completed,
+            "timers": self.watch.timers,
+            "feeders": int(self.lane is not None and self.lane.fed),
+            "attached_sessions": len(self.delivery.taps),
             "queued_events": len(self.delivery),
             "queued_bytes": self.delivery.bytes,
             "held_by": [type(one).__name__ for one in self._graph.holders()],

@@ -53,9 +53,9 @@ class Watch:
             timer.cancel()
 
     @property
-    def stopped(self) -> bool:
-        """Whether no clock runs."""
-        return all(timer.cancelled() for timer in self._timers.values())
+    def timers(self) -> list[str]:
+        """The clocks that run."""
+        return [name for name, timer in self._timers.items() if not timer.cancelled()]
 
     def expire(self) -> None:
         """The deadline passed."""

@@ -194,8 +194,7 @@ def running(server: Server) -> dict[str, int]:
 
 def holdings(server: Server) -> str:
     """What is left in a server; empty where nothing is."""
-    runs, tasks = server.engine.orchestrator.statistics(), running(server)
-    return f"runs {runs}, tasks {tasks}" if runs or any(tasks.values()) else ""
+    return "; ".join(map(str, server.holdings()))
 
 
 async def eventually(predicate: Callable[[], object], within: float = 1.0) -> None:

@@ -111,11 +111,11 @@ async def untouched(server: Server, opened: Opened, tasks: int) -> None:
     assert len(engine.orchestrator) == 0, "it is still registered"
     assert not any(engine.budget.statistics().values())
     await freed(server, 5)
-    root = engine.orchestrator._artifact_root
+    root = engine.orchestrator.artifact_root
     await eventually(lambda: not list(root.glob("*")), 5)
     for run in opened.runs:
         assert run.closed and not run.artifacts.directories
-        assert run.watch.stopped
+        assert not run.watch.timers
         await asyncio.wait_for(run.released(), 5)
     await asyncio.wait_for(engine.orchestrator.idle(), 5)
     await eventually(lambda: len(asyncio.all_tasks()) <= tasks, 5)

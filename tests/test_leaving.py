@@ -108,7 +108,7 @@ class Leaver:
 
     async def _interact(self, request_id: str, call: Any) -> None:
         setup = {"request_id": request_id, "pipeline": "stream", "resumable": True}
-        await call.write(SessionRequest(open=setup))
+        await call.write(SessionRequest(setup={"open": setup}))
         reading = asyncio.create_task(_read(call))
         with suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
             for number in range(4):
