@@ -68,7 +68,8 @@ def _of_pool(pool: StagePool) -> Iterator[Holding]:
 
 def _of_task(handle: TaskHandle, state: str, where: str) -> Holding:
     kind = "companion" if isinstance(handle.sink, CompanionRun) else "task"
-    return Holding(f"{state}{kind}", handle.request_id, f"{where}, number {handle.id}")
+    aborted = ", aborted" if handle.aborted_at is not None else ""
+    return Holding(f"{state}{kind}", handle.request_id, f"{where}, number {handle.id}{aborted}")
 
 
 def standing(engine: Engine) -> dict[str, int]:

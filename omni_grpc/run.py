@@ -140,12 +140,14 @@ class Run:
         working = owned_task(work, self.request_id, "preparing")
         try:
             await asyncio.wait((working, self._admission), return_when=asyncio.FIRST_COMPLETED)
-            if self.closed:
-                await self._admission
-            return working.result()
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
+        # Only now, and with no turn of the loop until the tasks are sent: what is sent for a run
+        # that is closed already would never be aborted.
+        if self.closed:
+            await self._admission
+        return working.result()
 
     def _accepted(self) -> Accepted:
         plan = self.plan
