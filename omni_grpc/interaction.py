@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from omni_grpc.admission import resolve_chunk
+from omni_grpc.delivery import Delivery
 from omni_grpc.errors import (
     AbortedByClient,
     ErrorRecord,
@@ -136,6 +137,11 @@ class Session:
             else:
                 return None
 
+    @property
+    def _answers(self) -> Outbox | Delivery:
+        """Where answers to the client wait."""
+        return self.run.delivery if self._tap is None else self._tap
+
     def _tell(self, notice: Notice) -> None:
         if self._tap is None:
             self.run.delivery.put_notice(notice)
@@ -149,6 +155,8 @@ class Session:
         feeding = owned_task(self._feed(), self.run.request_id, "feeding of a session")
         try:
             async for message in messages:
+                # Each may be answered; a client that reads no answers is not heard for now.
+                await self._answers.room()
                 await self._act(message)
             # A call that is lost ends the iterator too, and cancels us a moment later.
             await asyncio.sleep(HALF_CLOSE_GRACE_S)

@@ -446,6 +446,7 @@ class Run:
             "attached_sessions": len(self.delivery.taps),
             "queued_events": len(self.delivery),
             "queued_bytes": self.delivery.bytes,
+            "queued_notices": self.delivery.urgent,
             "held_by": [type(one).__name__ for one in self._graph.holders()],
             "artifacts": [str(directory) for directory in self.artifacts.directories],
         }

@@ -20,6 +20,7 @@ from omni_grpc.types import (
     DataType,
     Message,
     Messages,
+    Params,
     Prompt,
     SamplingParams,
     Tensor,
@@ -49,7 +50,11 @@ FORTY_TOKENS = "x" * 160
 )
 def test_tokens_are_the_prompts_and_the_longest_answers(prompt: Prompt, prompt_tokens: int) -> None:
     assert tokens(prompt, []) == prompt_tokens
-    answers = [SamplingParams(max_tokens=100, n=2), CustomParams({}), SamplingParams()]
+    answers: list[Params] = [
+        SamplingParams(max_tokens=100, n=2),
+        CustomParams({}),
+        SamplingParams(),
+    ]
     assert tokens(prompt, answers) == prompt_tokens + 200 + UNKNOWN_TOKENS
 
 
@@ -195,7 +200,7 @@ async def test_refused_clients_that_come_back_when_told_get_in(serve: Serve) -> 
         "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
     }
     service = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
-    work = {"stage_params": [script(outputs=2, interval_ms=50)]}
+    work: dict[str, Any] = {"stage_params": [script(outputs=2, interval_ms=50)]}
     for _ in range(10):  # so that the rate is known
         await collect(served.stub, **work)
     option = ("grpc.service_config", json.dumps(service))
