@@ -41,7 +41,7 @@ FORTY_TOKENS = "x" * 160
     ("prompt", "prompt_tokens"),
     [
         (Prompt(Text("x" * 9)), 3),
-        (Prompt(TokenIds((5, 6, 7, 8))), 4),
+        (Prompt(TokenIds([5, 6, 7, 8])), 4),
         (Prompt(Messages((Message("user", (Text("x" * 8),)), Message("user", (Text("y"),))))), 3),
         (Prompt(Tensor(b"\0" * 24, DataType.FLOAT32, (3, 2))), 3),
         (Prompt(), 0),

@@ -119,10 +119,10 @@ async def test_tenants_take_turns(serve: Serve, notes: Path) -> None:
     served = await serve(noting(notes))
     held = await started(served.stub, request_id="held", stage_params=HANGING)
     calls = []
-    for number, name in enumerate(["a1", "a2", "a3", "b1", "b2", "c1"], 1):
+    for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
         metadata = [("omni-tenant", name[0])]
         calls.append(served.stub.AddRequest(ask(request_id=name), metadata=metadata))
-        await eventually(lambda count=number: waiting(served) == count)
+        await eventually(lambda: waiting(served) == len(calls))
     held.cancel()
     for call in calls:
         assert [r async for r in call][-1].HasField("finished")
