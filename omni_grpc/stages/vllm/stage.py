@@ -45,12 +45,14 @@ log = logging.getLogger("omni_grpc.replica")
 
 class VllmStage(Stage[Submitted | Session]):
     """`engine_args` are AsyncEngineArgs, but for `chat`: whether `text` prompts get the chat
-    template (default: if the model has one)."""
+    template (default: if the model has one), and `system`: the system message of chats that bring
+    none (default: the template's own)."""
 
     def __init__(self, spec: StageSpec) -> None:
         super().__init__(spec)
         arguments = dict(spec.engine_args)
         self._chat: bool | None = arguments.pop("chat", None)
+        self._system: str | None = arguments.pop("system", None)
         if spec.lora_adapters:
             arguments.setdefault("enable_lora", True)
         # Without it, templates that take strings would put all media in front of the text.
@@ -94,7 +96,7 @@ class VllmStage(Stage[Submitted | Session]):
             limits = dict(renderer.mm_processor.info.allowed_mm_limits)
             rate = renderer.mm_processor.data_parser.audio_resampler.target_sr
         media = MediaReader(self.spec, limits, int(rate) if rate else None)
-        return PromptRenderer(renderer, model, media, chat=self._chat)
+        return PromptRenderer(renderer, model, media, chat=self._chat, system=self._system)
 
     async def _warm_up(self) -> None:
         params = SamplingParams(max_tokens=4, temperature=0, output_kind=RequestOutputKind.DELTA)
