@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from omni_grpc.census import Census
 from omni_grpc.control import Controls
 from omni_grpc.errors import InvalidField, OmniError
 from omni_grpc.interceptors import Context
@@ -19,9 +20,15 @@ Results = Sequence[tuple[int, OmniError | None]]
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """The service over one server's controls."""
 
-    def __init__(self, controls: Controls, drain: Callable[[float | None], int]) -> None:
+    def __init__(
+        self,
+        controls: Controls,
+        drain: Callable[[float | None], int],
+        census: Callable[[], Census],
+    ) -> None:
         self._controls = controls
         self._drain = drain
+        self._census = census
 
     async def PauseStage(
         self, request: admin_pb2.PauseStageRequest, context: Context
@@ -96,6 +103,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if timeout < 0:
                 raise InvalidField("timeout", "must be 0 or more")
         return admin_pb2.DrainResponse(running=self._drain(timeout))
+
+    async def GetCensus(
+        self, request: admin_pb2.GetCensusRequest, context: Context
+    ) -> admin_pb2.GetCensusResponse:
+        """What requests hold."""
+        census = self._census()
+        return admin_pb2.GetCensusResponse(
+            holdings=[
+                admin_pb2.Holding(kind=one.kind, request_id=one.request_id, detail=one.detail)
+                for one in census.holdings
+            ],
+            standing=census.standing,
+        )
 
     async def _call(
         self, target: admin_pb2.StageTarget, command: str, arguments: dict[str, Any]

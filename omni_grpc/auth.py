@@ -44,7 +44,7 @@ _INFO = (
 )
 _ADMIN = (
     *_of(ADMIN, "PauseStage", "ResumeStage", "ResetCache", "SleepStage", "WakeStage"),
-    *_of(ADMIN, "LoadLora", "UnloadLora", "Drain"),
+    *_of(ADMIN, "LoadLora", "UnloadLora", "Drain", "GetCensus"),
     *_of(CHANNELZ, "GetTopChannels", "GetServers", "GetServer", "GetServerSockets"),
     *_of(CHANNELZ, "GetChannel", "GetSubchannel", "GetSocket"),
 )

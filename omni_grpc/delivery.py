@@ -51,6 +51,15 @@ class Delivery:
     def __len__(self) -> int:
         return len(self._outbox)
 
+    @property
+    def urgent(self) -> int:
+        """How many notices wait before all events."""
+        return self._outbox.urgent
+
+    async def room(self) -> None:
+        """Returns when there is room for a notice more."""
+        await self._outbox.room()
+
     # ------------------------------------------------------------ in
 
     def put(self, event: Event) -> None:

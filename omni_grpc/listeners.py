@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
@@ -37,6 +38,11 @@ class Listeners:
     def idle_s(self) -> float:
         """Seconds since the last call of the service came."""
         return self._edge.idle_s
+
+    @property
+    def calls(self) -> Mapping[str, int]:
+        """How many calls of each method are open."""
+        return self._edge.calls
 
     def make(self, *, open_to_all: bool = False) -> grpc.aio.Server:
         """A listener without a service and a port yet. `open_to_all`: without tokens, and without

@@ -40,7 +40,8 @@ class Orchestrator:
 
     def __init__(self, queue_bytes: int, artifact_root: Path, *, by_tenant: bool = False) -> None:
         self._queue_bytes = queue_bytes
-        self._artifact_root = artifact_root
+        self.artifact_root = artifact_root
+        """Where the directories of requests are."""
         self._by_tenant = by_tenant
         self._runs: dict[Key, Run] = {}
         self._ended: OrderedDict[Key, None] = OrderedDict()
@@ -58,7 +59,7 @@ class Orchestrator:
         key = self._key(request_id, plan.request.options.tenant)
         if key in self._runs:
             raise DuplicateRequest(f"request {request_id!r} is in flight")
-        artifacts = Artifacts(self._artifact_root)
+        artifacts = Artifacts(self.artifact_root)
 
         def closed(_: Run) -> None:
             self._closed(key)

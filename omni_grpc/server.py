@@ -21,6 +21,7 @@ import zmq.asyncio
 from grpc_channelz.v1 import channelz
 
 from omni_grpc.admin import AdminServicer
+from omni_grpc.census import Census, Holding, holdings, standing
 from omni_grpc.config import PipelineConfig, ServerConfig
 from omni_grpc.control import Controls
 from omni_grpc.engine import Engine
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
+REQUEST_CALLS = ("AddRequest", "StreamingUpdate", "SubmitInteraction")
+"""The calls that are about a request, and end with it or before."""
 STOP_GRACE_S = 2.0
 """What gRPC gets to write the last messages, once no request runs."""
 SETTLE_S = 2.0
@@ -105,7 +108,7 @@ class Server:
         """Listens for operators."""
         admin = self._listeners.make()
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminServicer(Controls(self.engine.pipelines), self._drain_soon), admin
+            AdminServicer(Controls(self.engine.pipelines), self._drain_soon, self.census), admin
         )
         channelz.add_channelz_servicer(admin)
         add_reflection(admin, (ADMIN_SERVICE, CHANNELZ_SERVICE))
@@ -120,6 +123,19 @@ class Server:
         self.health_port = self._listeners.bind(probes, self.settings.host, port, plaintext=True)
         await probes.start()
         self._more.append(probes)
+
+    def holdings(self) -> list[Holding]:
+        """Everything that requests hold; nothing when none runs."""
+        calls = [
+            Holding("call", "", f"{count} {name}")
+            for name, count in self._listeners.calls.items()
+            if count and name in REQUEST_CALLS
+        ]
+        return [*holdings(self.engine), *calls]
+
+    def census(self) -> Census:
+        """All holdings, and what there is whether or not requests run."""
+        return Census(tuple(self.holdings()), standing(self.engine))
 
     def _drain_soon(self, timeout: float | None) -> int:
         """Begins to drain; the requests that run now."""

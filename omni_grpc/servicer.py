@@ -14,7 +14,7 @@ from omni_grpc.errors import AbortedByClient, NotImplementedYet, SlowConsumer
 from omni_grpc.interaction import Session
 from omni_grpc.interceptors import Context, mirrored, set_request_id
 from omni_grpc.outbox import Numbered
-from omni_grpc.run import Run
+from omni_grpc.run import Run, owned_task
 from omni_grpc.types import Request, UpdateChunk
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.wire.events import encode_event
@@ -105,8 +105,10 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         with await self._session(setup, context) as session:
             set_request_id(session.run.request_id)
             await self._greet(session.run, context)
-            listening = asyncio.create_task(session.listen(decode_messages(request)))
-            speaking = asyncio.create_task(self._speak(session, context))
+            request_id = session.run.request_id
+            work = session.listen(decode_messages(request))
+            listening = owned_task(work, request_id, "listening to a session")
+            speaking = owned_task(self._speak(session, context), request_id, "speaking to one")
             try:
                 await asyncio.wait((listening, speaking), return_when=asyncio.FIRST_COMPLETED)
                 if not speaking.done():

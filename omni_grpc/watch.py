@@ -63,9 +63,9 @@ class Watch:
             timer.cancel()
 
     @property
-    def stopped(self) -> bool:
-        """Whether no clock runs."""
-        return all(timer.cancelled() for timer in self._timers.values())
+    def timers(self) -> list[str]:
+        """The clocks that run."""
+        return [name for name, timer in self._timers.items() if not timer.cancelled()]
 
     def expire(self) -> None:
         """The deadline passed."""
@@ -94,8 +94,8 @@ class Watch:
 
     def _works(self, stage: StageRun) -> bool:
         """Whether it is this stage's turn: it holds a task, is not held back, and waits neither for
-        another stage nor for the client."""
-        if not stage.holds or stage.handle is None or stage.handle.held:
+        a place nor for another stage nor for the client."""
+        if not stage.holds or stage.handle is None or stage.handle.held or stage.handle.waits:
             return False
         if stage is self._graph.entry:
             return self._lane is None or self._lane.answering(stage.answered)

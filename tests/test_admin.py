@@ -158,3 +158,25 @@ async def test_the_service_is_off_by_default(serve: Serve) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.PauseStage(admin_pb2.PauseStageRequest(target=TARGET))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_census_lists_what_a_request_holds(served: Served, admin: Any) -> None:
+    request = admin_pb2.GetCensusRequest()
+    before = await admin.GetCensus(request)
+    assert not before.holdings
+    assert before.standing["replica processes"] == 6
+    call = await started(
+        served.stub, request_id="held", stage_params=[script(outputs=2, hang_at=1)]
+    )
+    holdings = (await admin.GetCensus(request)).holdings
+    assert {one.request_id for one in holdings} == {"held", ""}
+    assert {one.kind for one in holdings if one.request_id} == {"request", "task"}
+    assert any(one.detail.startswith("replica text/") for one in holdings)
+    others = {(one.kind, one.detail) for one in holdings if not one.request_id}
+    assert {("budget", "1 requests"), ("call", "1 AddRequest")} <= others
+    call.cancel()
+    await eventually(lambda: not served.server.holdings())
+    after = await admin.GetCensus(request)
+    assert not after.holdings
+    assert after.standing["replica processes"] == 6
+    assert after.standing["asyncio tasks"] == before.standing["asyncio tasks"]

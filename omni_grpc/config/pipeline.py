@@ -66,7 +66,11 @@ class StageConfig(Frozen):
     balance: Literal["least-work", "round-robin", "random"] = "least-work"
     """Which replica takes a new task."""
     max_tasks: Annotated[int, Field(ge=1)] | None = None
-    """Tasks that one replica may hold; None: no limit of its own."""
+    """Tasks that one replica may hold; None: any number, the engine queues what it cannot run yet
+    (vLLM and the codec batch and queue by themselves)."""
+    max_waiting: Annotated[int, Field(ge=0, le=1_000_000)] = 64
+    """New requests that may wait for a place where all replicas hold `max_tasks`; more are refused.
+    Tenants take turns. Requests that run already go first, and are never refused."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of each of its devices' memory that one replica takes (vLLM's gpu_memory_utilization).
     Shares of replicas on one device are summed when the server starts, and must fit."""

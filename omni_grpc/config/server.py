@@ -56,6 +56,12 @@ class ServerConfig(Frozen):
     """Requests that run or wait at once."""
     max_tenant_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Of these, requests of one tenant."""
+    max_tokens_in_flight: Annotated[int, Field(ge=1)] | None = None
+    """Tokens that running requests may need: of their prompts and of the longest answers that they
+    ask for, both as far as is known beforehand. None: any number; the engines queue what does not
+    fit their memory."""
+    max_tenant_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Of these, tokens of one tenant."""
     max_media_bytes: Annotated[int, Field(ge=1)] = 1 << 30
     """Bytes of media that running requests may have brought."""
     max_tenant_media_bytes: Annotated[int, Field(ge=1)] = 1 << 30

@@ -76,6 +76,11 @@ class AdminServiceStub:
                 request_serializer=omni__grpc_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=omni__grpc_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetCensus = channel.unary_unary(
+                '/omni_grpc.v1.AdminService/GetCensus',
+                request_serializer=omni__grpc_dot_v1_dot_admin__pb2.GetCensusRequest.SerializeToString,
+                response_deserializer=omni__grpc_dot_v1_dot_admin__pb2.GetCensusResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -140,6 +145,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCensus(self, request, context):
+        """Everything that requests hold in the server, for finding what does not go away.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -182,6 +194,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=omni__grpc_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=omni__grpc_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetCensus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCensus,
+                    request_deserializer=omni__grpc_dot_v1_dot_admin__pb2.GetCensusRequest.FromString,
+                    response_serializer=omni__grpc_dot_v1_dot_admin__pb2.GetCensusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -402,6 +419,33 @@ class AdminService:
             '/omni_grpc.v1.AdminService/Drain',
             omni__grpc_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             omni__grpc_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCensus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omni_grpc.v1.AdminService/GetCensus',
+            omni__grpc_dot_v1_dot_admin__pb2.GetCensusRequest.SerializeToString,
+            omni__grpc_dot_v1_dot_admin__pb2.GetCensusResponse.FromString,
             options,
             channel_credentials,
             insecure,
