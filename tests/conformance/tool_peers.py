@@ -1,0 +1,154 @@
+"""grpcurl and `buf curl`: whole calls of one message, without metadata."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
+
+from tests.conformance.check import Json, Outcome
+from tests.conformance.grpcio_peer import METHODS
+from tests.conformance.run import Call
+from tests.running import BIN
+
+UNARY_REQUESTS = {"AddRequest", "Abort", "GetServerInfo", "GetLoad", "Check"}
+CODES = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+def reachable(case: Json) -> bool:
+    """Whether a tool that makes whole calls of one message can run the case."""
+    return all(
+        step.get("rpc") in UNARY_REQUESTS and not {"start", "metadata", "deadline_ms"} & set(step)
+        for step in case.get("steps", [case])
+    )
+
+
+class ToolCall(ABC):
+    """A call that is made when it is closed."""
+
+    def __init__(self, address: str, rpc: str) -> None:
+        self._address = address
+        path, _, self._response = METHODS[rpc]
+        self._method = path[1:]
+        self._request: Json = {}
+        self._messages: list[Json] = []
+        self._outcome = Outcome()
+
+    @abstractmethod
+    def command(self, address: str, method: str) -> Sequence[str]:
+        """The tool's arguments; it reads the request from its standard input."""
+
+    @abstractmethod
+    def status(self, printed: Json) -> Status:
+        """The status that the tool has printed."""
+
+    def send(self, message: Json) -> None:
+        """Sets the message."""
+        self._request = message
+
+    def close(self) -> None:
+        """Makes the call."""
+        tool, *arguments = self.command(self._address, self._method)
+        done = subprocess.run(
+            [BIN / tool, *arguments],
+            input=json.dumps(self._request),
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        self._messages = [self._message(document) for document in documents(done.stdout)]
+        if done.returncode:
+            fill(self._outcome, self.status(json.loads(done.stderr)))
+
+    def _message(self, document: Json) -> Json:
+        # The tools differ in how they write names and defaults.
+        return MessageToDict(ParseDict(document, self._response()))
+
+    def cancel(self) -> None:
+        """There is nothing to cancel."""
+
+    def read(self) -> Json | None:
+        """The next message."""
+        return self._messages.pop(0) if self._messages else None
+
+    def outcome(self) -> Outcome:
+        """How it ended."""
+        return self._outcome
+
+
+class GrpcurlCall(ToolCall):
+    """grpcurl, which asks reflection v1alpha."""
+
+    def command(self, address: str, method: str) -> Sequence[str]:
+        """Its arguments."""
+        return ("grpcurl", "-plaintext", "-format-error", "-d", "@", address, method)
+
+    def status(self, printed: Json) -> Status:
+        """Its status: that of protobuf's JSON."""
+        return ParseDict(printed, Status())
+
+
+class BufCall(ToolCall):
+    """`buf curl`, which asks reflection v1."""
+
+    def command(self, address: str, method: str) -> Sequence[str]:
+        """Its arguments."""
+        plain = ("--http2-prior-knowledge", "--protocol", "grpc")
+        return ("buf", "curl", *plain, "--data", "@-", f"http://{address}/{method}")
+
+    def status(self, printed: Json) -> Status:
+        """Its status: that of the Connect protocol."""
+        name = printed["code"].upper().replace("CANCELED", "CANCELLED")
+        status = Status(
+            code=grpc.StatusCode[name].value[0], message=printed.get("message", "")
+        )
+        for detail in printed.get("details", []):
+            value = base64.b64decode(detail["value"] + "==")
+            status.details.append(Any(type_url=f"type.googleapis.com/{detail['type']}", value=value))
+        return status
+
+
+class ToolPeer:
+    """A tool that calls a server."""
+
+    def __init__(self, address: str, kind: type[ToolCall]) -> None:
+        self._address, self._kind = address, kind
+
+    def start(self, rpc: str, metadata: Mapping[str, str], deadline_s: float) -> Call:
+        """Prepares a call."""
+        return self._kind(self._address, rpc)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def documents(text: str) -> list[Json]:
+    """The JSON documents that stand one after another in a text."""
+    decoder, found, rest = json.JSONDecoder(), [], text.strip()
+    while rest:
+        document, end = decoder.raw_decode(rest)
+        found.append(document)
+        rest = rest[end:].lstrip()
+    return found
+
+
+def fill(outcome: Outcome, status: Status) -> None:
+    """Sets what a status and its details say."""
+    outcome.code, outcome.message = CODES[status.code], status.message
+    info, request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            outcome.reason, outcome.domain = info.reason, info.domain
+        elif detail.Unpack(request):
+            outcome.fields = [violation.field for violation in request.field_violations]
+        elif detail.Unpack(retry):
+            outcome.retry_ms = round(retry.retry_delay.ToTimedelta().total_seconds() * 1e3)
