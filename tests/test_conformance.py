@@ -15,15 +15,15 @@ from tests.conformance.grpcio_peer import GrpcioPeer
 from tests.conformance.grpclib_peer import GrpclibPeer
 from tests.conformance.liar import Liar
 from tests.conformance.run import LIST, WRONG, read_cases, run_case
-from tests.conformance.tool_peers import BufCall, GrpcurlCall, ToolPeer, reachable
+from tests.conformance.tool_peers import BUF, GRPCURL, ToolPeer, reachable
 
 CASES = read_cases(LIST)
 REACHABLE = [case for case in CASES if reachable(case)]
 PEERS: dict[str, Callable[[str], Any]] = {
     "grpcio": GrpcioPeer,
     "grpclib": GrpclibPeer,
-    "grpcurl": lambda address: ToolPeer(address, GrpcurlCall),
-    "buf": lambda address: ToolPeer(address, BufCall),
+    "grpcurl": lambda address: ToolPeer(address, GRPCURL),
+    "buf": lambda address: ToolPeer(address, BUF),
 }
 RUNS = [
     (name, case)

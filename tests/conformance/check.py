@@ -46,7 +46,7 @@ def matches(expected: Any, found: Any) -> bool:
     if isinstance(expected, list) and expected:
         given = found if isinstance(found, list) else []
         return len(given) == len(expected) and all(map(matches, expected, given))
-    return absent(expected) and absent(found) or text(expected) == text(found)
+    return (absent(expected) and absent(found)) or text(expected) == text(found)
 
 
 def absent(value: Any) -> bool:
@@ -108,7 +108,7 @@ def _in_order(expected: Sequence[Any], messages: Sequence[Json]) -> Iterator[str
 
 def kind_of(message: Json) -> str:
     """What a message of a stream is: its event, or the kind of a session's notice."""
-    event = message.get("response", message)
+    event: Json = message.get("response", message)
     return next(name for name in event if name not in ("seq", "epoch"))
 
 
@@ -185,5 +185,5 @@ class Stream:
 
 def size_of(output: Json) -> int:
     """Bytes of sound or picture in an output."""
-    data = output.get("audio", output.get("image", {})).get("data", "")
-    return len(base64.b64decode(data))
+    part: Json = output.get("audio") or output.get("image") or {}
+    return len(base64.b64decode(part.get("data", "")))

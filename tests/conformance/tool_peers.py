@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import grpc
 from google.protobuf.any_pb2 import Any
@@ -31,24 +31,24 @@ def reachable(case: Json) -> bool:
     )
 
 
-class ToolCall(ABC):
+@dataclass(frozen=True)
+class Tool:
+    """`command`: arguments for an address and a method, with the request on standard input.
+    `status`: the status of an error that it has printed."""
+
+    command: Callable[[str, str], Sequence[str]]
+    status: Callable[[Json], Status]
+
+
+class ToolCall:
     """A call that is made when it is closed."""
 
-    def __init__(self, address: str, rpc: str) -> None:
-        self._address = address
+    def __init__(self, tool: Tool, address: str, rpc: str) -> None:
         path, _, self._response = METHODS[rpc]
-        self._method = path[1:]
+        self._tool, self._command = tool, tool.command(address, path[1:])
         self._request: Json = {}
         self._messages: list[Json] = []
         self._outcome = Outcome()
-
-    @abstractmethod
-    def command(self, address: str, method: str) -> Sequence[str]:
-        """The tool's arguments; it reads the request from its standard input."""
-
-    @abstractmethod
-    def status(self, printed: Json) -> Status:
-        """The status that the tool has printed."""
 
     def send(self, message: Json) -> None:
         """Sets the message."""
@@ -56,9 +56,9 @@ class ToolCall(ABC):
 
     def close(self) -> None:
         """Makes the call."""
-        tool, *arguments = self.command(self._address, self._method)
+        program, *arguments = self._command
         done = subprocess.run(
-            [BIN / tool, *arguments],
+            [BIN / program, *arguments],
             input=json.dumps(self._request),
             capture_output=True,
             text=True,
@@ -66,7 +66,7 @@ class ToolCall(ABC):
         )
         self._messages = [self._message(document) for document in documents(done.stdout)]
         if done.returncode:
-            fill(self._outcome, self.status(json.loads(done.stderr)))
+            fill(self._outcome, self._tool.status(json.loads(done.stderr)))
 
     def _message(self, document: Json) -> Json:
         # The tools differ in how they write names and defaults.
@@ -84,50 +84,43 @@ class ToolCall(ABC):
         return self._outcome
 
 
-class GrpcurlCall(ToolCall):
-    """grpcurl, which asks reflection v1alpha."""
-
-    def command(self, address: str, method: str) -> Sequence[str]:
-        """Its arguments."""
-        return ("grpcurl", "-plaintext", "-format-error", "-d", "@", address, method)
-
-    def status(self, printed: Json) -> Status:
-        """Its status: that of protobuf's JSON."""
-        return ParseDict(printed, Status())
-
-
-class BufCall(ToolCall):
-    """`buf curl`, which asks reflection v1."""
-
-    def command(self, address: str, method: str) -> Sequence[str]:
-        """Its arguments."""
-        plain = ("--http2-prior-knowledge", "--protocol", "grpc")
-        return ("buf", "curl", *plain, "--data", "@-", f"http://{address}/{method}")
-
-    def status(self, printed: Json) -> Status:
-        """Its status: that of the Connect protocol."""
-        name = printed["code"].upper().replace("CANCELED", "CANCELLED")
-        status = Status(
-            code=grpc.StatusCode[name].value[0], message=printed.get("message", "")
-        )
-        for detail in printed.get("details", []):
-            value = base64.b64decode(detail["value"] + "==")
-            status.details.append(Any(type_url=f"type.googleapis.com/{detail['type']}", value=value))
-        return status
-
-
 class ToolPeer:
     """A tool that calls a server."""
 
-    def __init__(self, address: str, kind: type[ToolCall]) -> None:
-        self._address, self._kind = address, kind
+    def __init__(self, address: str, tool: Tool) -> None:
+        self._address, self._tool = address, tool
 
     def start(self, rpc: str, metadata: Mapping[str, str], deadline_s: float) -> Call:
         """Prepares a call."""
-        return self._kind(self._address, rpc)
+        return ToolCall(self._tool, self._address, rpc)
 
     def close(self) -> None:
         """There is nothing to close."""
+
+
+def grpcurl_command(address: str, method: str) -> Sequence[str]:
+    """grpcurl asks reflection v1alpha."""
+    return ("grpcurl", "-plaintext", "-format-error", "-d", "@", address, method)
+
+
+def buf_command(address: str, method: str) -> Sequence[str]:
+    """`buf curl` asks reflection v1."""
+    plain = ("--http2-prior-knowledge", "--protocol", "grpc")
+    return ("buf", "curl", *plain, "--data", "@-", f"http://{address}/{method}")
+
+
+def buf_status(printed: Json) -> Status:
+    """The status in the Connect protocol's form."""
+    name = printed["code"].upper().replace("CANCELED", "CANCELLED")
+    status = Status(code=grpc.StatusCode[name].value[0], message=printed.get("message", ""))
+    for detail in printed.get("details", []):
+        value = base64.b64decode(detail["value"] + "==")
+        status.details.append(Any(type_url=f"type.googleapis.com/{detail['type']}", value=value))
+    return status
+
+
+GRPCURL = Tool(grpcurl_command, lambda printed: ParseDict(printed, Status()))
+BUF = Tool(buf_command, buf_status)
 
 
 def documents(text: str) -> list[Json]:

@@ -17,7 +17,7 @@ import (
 func main() {
 	target := flag.String("target", "localhost:50051", "the server's address")
 	token := flag.String("token", "", "bearer token")
-	timeout := flag.Duration("timeout", time.Minute, "longest time")
+	timeout := flag.Float64("timeout", 60, "longest time, in seconds")
 	pipeline := flag.String("pipeline", "", "the pipeline; empty: the server's default")
 	out := flag.String("out", "answer.wav", "where speech is written")
 	flag.Parse()
@@ -27,7 +27,7 @@ func main() {
 		request = omnigrpc.Text(strings.Join(flag.Args(), " "))
 	}
 	request.Pipeline = *pipeline
-	ctx, cancel := context.WithTimeout(context.Background(), *timeout)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(*timeout*float64(time.Second)))
 	defer cancel()
 	if err := ask(ctx, *target, *token, request, *out); err != nil {
 		fmt.Fprintln(os.Stderr, err)

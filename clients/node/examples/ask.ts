@@ -17,7 +17,7 @@ const { values, positionals } = parseArgs({
 
 async function main(): Promise<void> {
   const client = new OmniClient(values.target, { token: values.token });
-  const text = positionals.join(" ") || "What is the capital of France?";
+  const text = positionals.length ? positionals.join(" ") : "What is the capital of France?";
   const request = { pipeline: values.pipeline, prompt: { content: { $case: "text", value: text } } } as const;
   const sound: Buffer[] = [];
   let format: Audio["format"] | undefined;

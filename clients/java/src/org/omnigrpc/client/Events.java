@@ -3,6 +3,7 @@ package org.omnigrpc.client;
 import io.grpc.Context;
 import io.grpc.StatusRuntimeException;
 import java.util.Iterator;
+import java.util.NoSuchElementException;
 import java.util.function.Supplier;
 import org.omnigrpc.v1.AddRequestResponse;
 
@@ -35,6 +36,9 @@ public final class Events implements Iterator<AddRequestResponse>, AutoCloseable
 
   @Override
   public AddRequestResponse next() {
+    if (!hasNext()) {
+      throw new NoSuchElementException("the request has ended");
+    }
     AddRequestResponse event = responses.next();
     if (event.getSeq() != next++) {
       throw new IllegalStateException("event " + event.getSeq() + " came where " + (next - 1) + " was due");

@@ -38,20 +38,25 @@ public final class OmniClient implements AutoCloseable {
 
   /** A client over plain text; {@code target} is "localhost:50051" for instance. */
   public static OmniClient plaintext(String target) {
-    return over(NettyChannelBuilder.forTarget(target).usePlaintext());
+    return over(pinging(target).usePlaintext().build());
   }
 
   /** A client over TLS. */
   public static OmniClient tls(String target) {
-    return over(NettyChannelBuilder.forTarget(target));
+    return over(pinging(target).build());
   }
 
-  /** A client over a channel of one's own. */
-  public static OmniClient over(NettyChannelBuilder builder) {
+  /** A client over a channel of one's own, which it closes. */
+  public static OmniClient over(ManagedChannel channel) {
+    return new OmniClient(channel, null, null);
+  }
+
+  private static NettyChannelBuilder pinging(String target) {
     // A model can think for minutes in silence: pings tell a dead peer from a busy one. The server takes one every 10 s.
     // Message limits stay gRPC's own: no message of the contract is larger than 1 MiB.
-    builder.keepAliveTime(60, TimeUnit.SECONDS).keepAliveTimeout(20, TimeUnit.SECONDS);
-    return new OmniClient(builder.build(), null, null);
+    return NettyChannelBuilder.forTarget(target)
+        .keepAliveTime(60, TimeUnit.SECONDS)
+        .keepAliveTimeout(20, TimeUnit.SECONDS);
   }
 
   /** The same client with a token, sent as "authorization: Bearer ..." with every call. */
