@@ -34,6 +34,7 @@ def methods() -> dict[str, tuple[str, type[Message], type[Message]]]:
 
 
 METHODS = methods()
+UNARY_REQUESTS = {"AddRequest", "Abort", "GetServerInfo", "GetLoad", "Check"}
 
 
 class GrpcioCall:

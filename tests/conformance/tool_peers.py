@@ -15,11 +15,10 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
 from tests.conformance.check import Json, Outcome
-from tests.conformance.grpcio_peer import METHODS
+from tests.conformance.grpcio_peer import METHODS, UNARY_REQUESTS
 from tests.conformance.run import Call
 from tests.running import BIN
 
-UNARY_REQUESTS = {"AddRequest", "Abort", "GetServerInfo", "GetLoad", "Check"}
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
