@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.conformance.run import MAX_REQUESTS, PIPELINE
+from tests.conformance.run import LIST
 from tests.running import ServerProcess
 from tests.support import ROOT
 
@@ -105,16 +105,16 @@ def run_list(client: Client, address: str, cases: Path) -> dict[str, list[str]]:
     return found
 
 
-def readme_commands(language: str) -> Sequence[str]:
-    """The lines of the shell blocks of a client's README."""
-    text = (FOLDER / language / "README.md").read_text()
-    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+def shell_lines(file: Path) -> list[str]:
+    """The lines of the shell blocks of a Markdown file."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", file.read_text(), re.MULTILINE | re.DOTALL)
     return "".join(blocks).splitlines()
 
 
 @pytest.fixture(scope="session")
 def conformance_address() -> Iterator[str]:
-    """Where the pipelines of the list are served, as its README says."""
-    arguments = ("--port", "0", "--max-requests", str(MAX_REQUESTS))
-    with ServerProcess("echo", str(PIPELINE), arguments=arguments) as server:
+    """Where the pipelines of the list are served, by the command that its README gives."""
+    command, *arguments = shell_lines(LIST.parent / "README.md")[0].split()
+    assert (command, arguments[0]) == ("omni-grpc", "serve")
+    with ServerProcess(arguments=(*arguments[1:], "--port", "0")) as server:
         yield f"127.0.0.1:{server.await_serving()}"

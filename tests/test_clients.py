@@ -22,9 +22,9 @@ from tests.clients import (
     LANGUAGES,
     Client,
     build,
-    readme_commands,
     run,
     run_list,
+    shell_lines,
 )
 from tests.conformance.liar import Liar
 from tests.conformance.run import LIST, WRONG, read_cases
@@ -187,7 +187,7 @@ def test_the_commands_of_its_readme_run(
 ) -> None:
     for name in ("clients", "protos", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
-    script = "\n".join(readme_commands(client.language))
+    script = "\n".join(shell_lines(FOLDER / client.language / "README.md"))
     assert "localhost:50051" in script
     script = script.replace("localhost:50051", conformance_address)
     done = run("bash", "-euo", "pipefail", "-c", script, cwd=tmp_path, timeout=100)
@@ -226,7 +226,28 @@ def test_a_client_that_pings_every_ten_seconds_keeps_its_connection(
     assert (holder.process.returncode, output) == (0, "")
 
 
-# ---------------------------------------------------------------- packages
+# ---------------------------------------------------------------- what builds them
+
+
+@pytest.mark.parametrize(("language", "package"), [("go", "golang-go"), ("java", "libgrpc-java")])
+def test_where_packages_cannot_be_installed_they_are_named(
+    language: str, package: str, tmp_path: Path
+) -> None:
+    # A machine without any package, and a user who is not root.
+    for name, prints in (("dpkg-query", ""), ("id", "1000")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {prints}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{ENVIRONMENT['PATH']}"
+    done = run(ROOT / "scripts/toolchains", language, PATH=path)
+    assert done.returncode == 1
+    assert f"the {language} client needs: apt-get install" in done.stderr
+    assert package in done.stderr.split()
+
+
+def test_toolchains_of_other_languages_are_unknown() -> None:
+    done = run(ROOT / "scripts/toolchains", "fortran")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: ")
 
 
 def test_npms_packages_are_pinned_and_name_no_registry() -> None:
@@ -240,6 +261,9 @@ def test_npms_packages_are_pinned_and_name_no_registry() -> None:
     assert not any("resolved" in entry for entry in locked.values())
 
 
-def test_every_client_has_a_readme_with_its_commands() -> None:
-    for language in CLIENTS:
-        assert f"make -C clients/{language}" in readme_commands(language)
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_readmes_say_how_it_is_built_and_how_it_runs_the_list(language: str) -> None:
+    assert f"make -C clients/{language}" in shell_lines(FOLDER / language / "README.md")
+    runner = " ".join(CLIENTS[language].conformance).replace(f"{ROOT}/", "")
+    command = f"{runner} localhost:50051 tests/conformance/list.yaml"
+    assert command in shell_lines(LIST.parent / "README.md")

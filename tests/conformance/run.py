@@ -16,9 +16,6 @@ from tests.conformance.check import Json, Outcome, matches, problems
 FOLDER = Path(__file__).parent
 LIST = FOLDER / "list.yaml"
 WRONG = FOLDER / "wrong.yaml"
-PIPELINE = FOLDER / "brief.yaml"
-MAX_REQUESTS = 4
-"""What the server must be started with (`--max-requests`)."""
 DEADLINE_MS = 10_000
 EVENTUALLY_S = 10
 
