@@ -35,7 +35,7 @@ SILENCE_S = 45
 """With a ping every 10 s, long enough for a server that finds this too often to say so: gRPC's
 forgives two."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @dataclass

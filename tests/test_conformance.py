@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from omni_grpc.errors import OmniError
 from tests.conformance.check import Json
 from tests.conformance.grpcio_peer import GrpcioPeer
 from tests.conformance.grpclib_peer import GrpclibPeer
@@ -50,6 +51,24 @@ def test_the_list(peers: dict[str, Any], name: str, case: Json) -> None:
 def test_the_list_is_large_and_no_name_comes_twice() -> None:
     assert len({case["name"] for case in CASES}) == len(CASES) > 60
     assert len(REACHABLE) > 30
+
+
+def reasons(value: Any) -> set[str]:
+    """All reasons of errors that a case expects."""
+    if isinstance(value, list):
+        return set().union(*map(reasons, value))
+    if isinstance(value, dict):
+        own = {value["reason"]} if isinstance(value.get("reason"), str) else set()
+        return own.union(*map(reasons, value.values()))
+    return set()
+
+
+def test_the_list_shows_every_reason_that_fake_stages_can_show() -> None:
+    # Their causes are a tokenizer, media, settings of the server, a client's slowness, its end.
+    hidden = "PROMPT_TOO_LONG INVALID_MEDIA MEDIA_SOURCE MEDIA_BUDGET TENANT_BUDGET SLOW_CONSUMER"
+    hidden += " DRAINING UNAUTHENTICATED PERMISSION_DENIED NOT_IMPLEMENTED INTERNAL"
+    shown = {reason for reason in reasons(CASES) if not reason.startswith("FINISH_REASON")}
+    assert shown - {""} == set(OmniError.by_reason) - set(hidden.split())
 
 
 @pytest.fixture(scope="module")

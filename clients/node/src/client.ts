@@ -94,11 +94,17 @@ export class OmniClient {
     }, limits, () => call.cancel());
     let over = false;
     summary.catch(() => (over = true));
-    call.write(StreamingUpdateRequest.fromPartial({ message: { $case: "header", value: { requestId } } }));
-    for await (const chunk of chunks) {
-      if (over) break;
-      const message = StreamingUpdateRequest.fromPartial({ message: { $case: "chunk", value: chunk } });
-      if (!call.write(message)) await Promise.race([drained(call), summary.catch(() => undefined)]);
+    try {
+      call.write(StreamingUpdateRequest.fromPartial({ message: { $case: "header", value: { requestId } } }));
+      for await (const chunk of chunks) {
+        if (over) break;
+        const message = StreamingUpdateRequest.fromPartial({ message: { $case: "chunk", value: chunk } });
+        if (!call.write(message)) await drained(call);
+      }
+    } catch (error) {
+      // Broken off: the request waits for another feeder.
+      call.cancel();
+      throw error;
     }
     call.end();
     return summary;
@@ -198,8 +204,14 @@ function isServiceError(error: unknown): error is ServiceError {
   return error instanceof Error && "metadata" in error && "code" in error;
 }
 
+/** Waits until more can be written, or nothing any more. */
 function drained(call: NodeJS.EventEmitter): Promise<void> {
+  const events = ["drain", "close", "error", "status"];
   return new Promise((resolve) => {
-    for (const event of ["drain", "close", "error"]) call.once(event, () => resolve());
+    const done = () => {
+      for (const event of events) call.off(event, done);
+      resolve();
+    };
+    for (const event of events) call.on(event, done);
   });
 }

@@ -25,6 +25,17 @@ async function ended(requestId: string): Promise<void> {
   assert.fail(`${requestId} goes on`);
 }
 
+/** What the call gives once it is no longer refused for that reason: the server has not yet heard what came before. */
+async function eventually<T>(call: () => Promise<T>, reason: string): Promise<T> {
+  for (const until = Date.now() + 5000; ; ) {
+    try {
+      return await call();
+    } catch (error) {
+      if (!(error instanceof OmniError && error.reason === reason) || Date.now() > until) throw error;
+    }
+  }
+}
+
 test("the whole answer", async () => {
   const answer = await client.generate("hello big world");
   assert.equal(answer.text, "hello big world");
@@ -81,6 +92,27 @@ test("input that streams", async () => {
   }
   assert.equal(text, "one two");
   await assert.rejects(client.feed(requestId, chunks), failure("NOT_FOUND", "REQUEST_NOT_FOUND"));
+});
+
+test("much input that streams, and a feeder that breaks off", async () => {
+  const requestId = randomUUID();
+  const events = client.stream({ requestId, resumable: true, outputModalities: [Modality.TEXT] });
+  await events.next();
+  const word = "x".repeat(1 << 16) + " ";
+  function* words() {
+    for (let seq = 0; seq < 64; seq++) yield { seq, input: { $case: "text", value: word } } as const;
+  }
+  await assert.rejects(client.feed(requestId, (function* () {
+    yield { seq: 0, input: { $case: "text", value: word } } as const;
+    throw new Error("lost the thread");
+  })()), /lost the thread/);
+  const summary = await eventually(() => client.feed(requestId, words()), "FEEDER_ACTIVE");
+  assert.equal(summary.acceptedChunks + summary.duplicateChunks, 64);
+  let size = 0;
+  for await (const { event } of events) {
+    if (event?.$case === "output" && event.value.content?.$case === "text") size += event.value.content.value.text.length;
+  }
+  assert.equal(size, 64 * word.length);
 });
 
 test("a session that steers its request", async () => {
