@@ -97,7 +97,7 @@ def connection(process: subprocess.Popen[str], address: str) -> tuple[str, int]:
 @pytest.fixture(scope="module")
 def slow_echo() -> Iterator[str]:
     """Where an echo with a pause behind each word is served."""
-    with ServerProcess(echo(defaults={"interval_ms": 250})) as server:
+    with ServerProcess(echo(defaults={"interval_ms": 500})) as server:
         yield f"127.0.0.1:{server.await_serving()}"
 
 
@@ -259,6 +259,14 @@ def test_npms_packages_are_pinned_and_name_no_registry() -> None:
             assert locked[f"node_modules/{name}"]["version"] == version, name
     assert all("integrity" in entry for name, entry in locked.items() if name)
     assert not any("resolved" in entry for entry in locked.values())
+
+
+def test_go_is_formatted() -> None:
+    build("go")
+    files = [file for file in (FOLDER / "go").glob("*/*.go") if file.parent.name != "build"]
+    assert len(files) > 5
+    done = run("gofmt", "-l", *files)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
