@@ -98,7 +98,9 @@ check-functions: env-dev
 	@$(BIN)/python scripts/check_functions.py
 
 check-manifests: env-dev
-	@if [ -d k8s ]; then echo "==> manifests"; $(BIN)/python scripts/check_manifests.py; fi
+	@echo "==> manifests and image"
+	@$(BIN)/python scripts/check_manifests.py
+	@$(BIN)/hadolint Dockerfile
 
 protos: env-dev ## the Python stubs of the contract, regenerated
 	@echo "==> generating omni_grpc/v1"

@@ -218,12 +218,18 @@ class ServerConfig(Frozen):
     """Output that waits for one client before its stages pause."""
     write_timeout: Seconds = 30.0
     """Longest time that a client may leave an output unread."""
+    drain_delay: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """How long new requests are still taken after SIGTERM, when health already says NOT_SERVING: as
+    long as a balancer needs to notice."""
     drain_timeout: Seconds = 30.0
-    """Longest time that running requests may go on after SIGTERM."""
+    """Longest time that running requests may go on after that."""
     stop_timeout: Seconds = 10.0
     """Longest time that a replica may take to stop before it is killed."""
     heartbeat_timeout: Annotated[float, Field(ge=2, le=3600)] = 30.0
     """A replica that shows no sign of life for so long is lost."""
+    abort_timeout: Seconds = 120.0
+    """Longest time that a replica may take to free a task that was aborted (a stage may have to
+    finish a step first). One that takes longer is stuck, and is lost."""
     media: MediaPolicy = MediaPolicy()
     ipc: Annotated[str, Field(pattern=r"^(ipc|tcp://[A-Za-z0-9.-]+)$")] = "ipc"
     """How replicas are reached: "ipc", or "tcp://ADDRESS" to listen on for them."""

@@ -64,6 +64,12 @@ class Edge(grpc.aio.ServerInterceptor):
 
     def __init__(self, pod: str) -> None:
         self._pod = pod
+        self._last_call = 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call came."""
+        return time.monotonic() - self._last_call
 
     async def intercept_service(
         self,
@@ -74,6 +80,7 @@ class Edge(grpc.aio.ServerInterceptor):
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or not method.startswith(OWN_PACKAGE):
             return handler
+        self._last_call = time.monotonic()
         make, behaviour = _shape(handler)
         return make(
             self._wrap(behaviour, method, handler.request_streaming),

@@ -13,6 +13,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -39,6 +40,10 @@ ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 STOP_GRACE_S = 2.0
 """What gRPC gets to write the last messages, once no request runs."""
+SETTLE_S = 2.0
+"""Longest time that calls are still answered, once no request runs."""
+QUIET_S = 0.05
+"""How long no call must have come for the server to close."""
 
 
 class Server:
@@ -72,13 +77,13 @@ class Server:
             built[config.name] = build_pipeline(config, pools)
         check_memory(pool.config for pool in self._pools)
         self.engine = Engine(built, names[0], settings, self._folder / "artifacts")
-        self._grpc = grpc.aio.server(
-            interceptors=(Edge(self.pod),), options=channel_options(settings)
-        )
+        self._edge = Edge(self.pod)
+        self._grpc = grpc.aio.server(interceptors=(self._edge,), options=channel_options(settings))
         self._health: Health | None = None
         self.admin_port = 0
         self._admin: grpc.aio.Server | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._refuse_at: float | None = None
 
     async def start(self) -> None:
         """Listens; nothing is served yet. Raises StartError if the address is taken."""
@@ -117,11 +122,28 @@ class Server:
     def _drain_soon(self, timeout: float | None) -> int:
         """Begins to drain; the requests that run now."""
         running = len(self.engine.orchestrator)
+        limit = self.settings.drain_timeout if timeout is None else timeout
+        self._draining = asyncio.create_task(self._drain(limit))
+        return running
+
+    async def _drain(self, limit: float) -> None:
+        """Tells balancers, refuses new requests when they have had time to notice, and lets the
+        running ones finish."""
+        now = asyncio.get_running_loop().time()
         if self._health is not None:
             self._health.drain()
-        limit = self.settings.drain_timeout if timeout is None else timeout
-        self._draining = asyncio.create_task(self.engine.drain(limit))
-        return running
+            if self._refuse_at is None and self._health.served:
+                self._refuse_at = now + self.settings.drain_delay
+        await asyncio.sleep((self._refuse_at or now) - now)
+        await self.engine.drain(limit)
+
+    async def _settle(self, limit: float) -> None:
+        """Answers calls until none comes any more. Those that gRPC has not handed over when it
+        stops end with CANCELLED, which no client retries."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                while (wait := QUIET_S - self._edge.idle_s) > 0:  # noqa: ASYNC110 - a time is all there is
+                    await asyncio.sleep(wait)
 
     async def warm(self) -> None:
         """Starts all replicas and, when all are ready, serves. Raises StartError with the real
@@ -152,12 +174,11 @@ class Server:
     async def stop(self, drain_timeout: float | None = None) -> None:
         """Refuses new requests, lets the running ones finish, ends the rest, stops every replica
         once."""
-        if self._health is not None:
-            self._health.drain()
         limit = self.settings.drain_timeout if drain_timeout is None else drain_timeout
-        await self.engine.drain(limit)
+        await self._drain(limit)
         if self._draining is not None:
             await self._draining
+        await self._settle(min(limit, SETTLE_S))
         await self._grpc.stop(STOP_GRACE_S)
         if self._admin is not None:
             await self._admin.stop(STOP_GRACE_S)

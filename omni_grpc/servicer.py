@@ -22,6 +22,8 @@ from omni_grpc.wire.interactions import Attach, decode_messages, decode_setup, e
 from omni_grpc.wire.requests import MAX_ID, decode_abort, decode_request
 from omni_grpc.wire.updates import decode_chunks, decode_header
 
+HALF_CLOSE_S = 0.2
+"""How long a session that has finished waits for its client's half-close."""
 TENANT_KEY = "omni-tenant"
 TRACE_KEYS = ("traceparent", "tracestate")
 
@@ -111,6 +113,9 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
                     # Half-closed: outputs go on. Or out of order: that ends the session.
                     listening.result()
                 await speaking
+                # Proxies may break off a call that ends while its client could still write, and
+                # drop what was under way: who half-closes at `finished` loses nothing.
+                await asyncio.wait((listening,), timeout=HALF_CLOSE_S)
             finally:
                 listening.cancel()
                 speaking.cancel()

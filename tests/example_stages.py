@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 from omni_grpc.errors import InvalidField
@@ -158,6 +159,28 @@ class Parent(Plain):
 
     def text(self, task: Task) -> str:
         return json.dumps(self._pids)
+
+
+class Sharing(Plain):
+    """Has shared memory, as has a process that it started; says their names."""
+
+    async def load(self) -> StageFacts:
+        self._own = SharedMemory(create=True, size=1 << 16)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            "from multiprocessing.shared_memory import SharedMemory as M; import time\n"
+            "memory = M(create=True, size=65536); print(memory.name, flush=True); time.sleep(100)",
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        self._names = [self._own.name, (await child.stdout.readline()).decode().strip()]
+        # What is mapped shows when the watcher looks, a second after the start.
+        await asyncio.sleep(2)
+        return StageFacts()
+
+    def text(self, task: Task) -> str:
+        return json.dumps(self._names)
 
 
 class Unloadable(Plain):

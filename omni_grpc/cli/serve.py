@@ -30,8 +30,12 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 50051,
     max_requests: Annotated[int, typer.Option(help="Requests at once.")] = 1024,
+    drain_delay: Annotated[
+        float,
+        typer.Option(help="Seconds after SIGTERM until new requests are refused."),
+    ] = 0.0,
     drain_timeout: Annotated[
-        float, typer.Option(help="Seconds for running requests after SIGTERM.")
+        float, typer.Option(help="Seconds for running requests after that.")
     ] = 30.0,
 ) -> None:
     """Serves pipelines until SIGTERM or Ctrl-C. The first one named is the default."""
@@ -40,7 +44,11 @@ def serve(
     )
     try:
         settings = ServerConfig(
-            host=host, port=port, max_requests=max_requests, drain_timeout=drain_timeout
+            host=host,
+            port=port,
+            max_requests=max_requests,
+            drain_delay=drain_delay,
+            drain_timeout=drain_timeout,
         )
         configs = [load_pipeline(reference) for reference in pipeline]
         for reference, config in zip(pipeline, configs, strict=True):

@@ -238,8 +238,10 @@ class OmniClient:
         """Aborts requests, and returns when each is aborted: what became of it, by id."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         request = service_pb2.AbortRequest(request_ids=ids)
+        # Several ids may be on several pods: behind a balancer that chooses by id, abort each.
+        metadata = _mirrored(ids[0]) if len(ids) == 1 else ()
         response: service_pb2.AbortResponse = await _unary(
-            self._ready.Abort(request, timeout=timeout)
+            self._ready.Abort(request, timeout=timeout, metadata=metadata)
         )
         return {result.request_id: _outcome(result.outcome) for result in response.results}
 

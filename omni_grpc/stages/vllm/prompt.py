@@ -46,10 +46,17 @@ _FLOATS = {
 
 
 class PromptRenderer:
-    """Renders prompts with vLLM's own renderer. `chat`: whether text gets the chat template."""
+    """Renders prompts with vLLM's own renderer. `chat`: whether text gets the chat template;
+    `system`: the system message of chats that bring none (None: the template's own)."""
 
     def __init__(
-        self, renderer: Any, model_config: Any, media: MediaReader, *, chat: bool | None
+        self,
+        renderer: Any,
+        model_config: Any,
+        media: MediaReader,
+        *,
+        chat: bool | None,
+        system: str | None = None,
     ) -> None:
         self._renderer = renderer
         self._model = model_config
@@ -59,6 +66,7 @@ class PromptRenderer:
         if chat is None:
             chat = bool(getattr(renderer.get_tokenizer(), "chat_template", None))
         self._chat = chat
+        self._system = [{"role": "system", "content": system}] if system else []
 
     @property
     def chat(self) -> bool:
@@ -140,6 +148,8 @@ class PromptRenderer:
     ) -> Any:
         self._check_options("chat", options)
         params = ChatParams(chat_template_kwargs=self._variables(options))
+        if turns and turns[0]["role"] != "system":
+            turns = [*self._system, *turns]
         _, prompt = await self._renderer.render_messages_async(turns, params)
         return await self._process(prompt, options, items, chat=True)
 

@@ -36,6 +36,7 @@ from omni_grpc.stages.vllm.params import (
     unsupported,
 )
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
+from omni_grpc.stages.vllm.pulse import Pulse
 from omni_grpc.stages.vllm.session import MARK, Session, joined
 from omni_grpc.stages.vllm.worker import SessionWorker
 
@@ -44,12 +45,14 @@ log = logging.getLogger("omni_grpc.replica")
 
 class VllmStage(Stage[Submitted | Session]):
     """`engine_args` are AsyncEngineArgs, but for `chat`: whether `text` prompts get the chat
-    template (default: if the model has one)."""
+    template (default: if the model has one), and `system`: the system message of chats that bring
+    none (default: the template's own)."""
 
     def __init__(self, spec: StageSpec) -> None:
         super().__init__(spec)
         arguments = dict(spec.engine_args)
         self._chat: bool | None = arguments.pop("chat", None)
+        self._system: str | None = arguments.pop("system", None)
         if spec.lora_adapters:
             arguments.setdefault("enable_lora", True)
         # Without it, templates that take strings would put all media in front of the text.
@@ -76,6 +79,7 @@ class VllmStage(Stage[Submitted | Session]):
         for adapter in self._adapters.values():
             await self._engine.add_lora(adapter)
         await self._warm_up()
+        self._pulse = Pulse(self._engine, self.spec.silence_timeout)
         versions = {name: metadata.version(name) for name in ("torch", "transformers")}
         return t.StageFacts(
             context_tokens=self._context,
@@ -92,7 +96,7 @@ class VllmStage(Stage[Submitted | Session]):
             limits = dict(renderer.mm_processor.info.allowed_mm_limits)
             rate = renderer.mm_processor.data_parser.audio_resampler.target_sr
         media = MediaReader(self.spec, limits, int(rate) if rate else None)
-        return PromptRenderer(renderer, model, media, chat=self._chat)
+        return PromptRenderer(renderer, model, media, chat=self._chat, system=self._system)
 
     async def _warm_up(self) -> None:
         params = SamplingParams(max_tokens=4, temperature=0, output_kind=RequestOutputKind.DELTA)
@@ -288,6 +292,8 @@ class VllmStage(Stage[Submitted | Session]):
                 if arguments["media_cache"]:
                     await engine.reset_mm_cache()
             case "sleep":
+                if not engine.vllm_config.model_config.enable_sleep_mode:
+                    raise NotSupported("the stage was not started with enable_sleep_mode")
                 await engine.sleep(level=arguments["level"])
             case "wake":
                 await engine.wake_up()
@@ -309,11 +315,16 @@ class VllmStage(Stage[Submitted | Session]):
         adapter = LoRARequest(name, number, path)
         try:
             await self._engine.add_lora(adapter)
-        except (VLLMClientError, ValueError, RuntimeError) as error:
+        except EngineDeadError as error:
+            raise ReplicaDead("the engine is dead") from error
+        except Exception as error:
+            # What the engine core raised comes back as a bare Exception with its text.
             raise InvalidField("path", f"is no adapter that fits: {error}") from None
         self._adapters[name] = adapter
 
     def statistics(self) -> t.StageStatistics:
+        if self._pulse.stopped:
+            raise ReplicaDead("the engine core is gone, or stands still")
         # The work that is left is the server's to count: it sees every token that leaves.
         return t.StageStatistics(counters=self._counters())
 
@@ -326,6 +337,8 @@ class VllmStage(Stage[Submitted | Session]):
         return {"media_cache_hits": found.hits, "media_cache_queries": found.total}
 
     async def close(self) -> None:
+        if hasattr(self, "_pulse"):
+            await self._pulse.close()
         if hasattr(self, "_engine"):
             self._engine.shutdown()
 
