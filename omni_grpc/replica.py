@@ -215,6 +215,8 @@ class Replica:
         if not self._ready.done():
             said = "".join(f"\n  {line}" for line in self._process.last_lines)
             self._ready.set_exception(StartError(f"stage {self.name}: the process {why}{said}"))
+            # Nobody may be waiting: its start was cancelled because another replica's failed.
+            self._ready.exception()
         tasks, self._tasks = self._tasks, {}
         calls, self._calls = self._calls, {}
         for handle in tasks.values():
