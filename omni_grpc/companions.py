@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_grpc.errors import InternalError, OmniError, StageError
 from omni_grpc.ipc import Task
+from omni_grpc.replica import Replica
 from omni_grpc.task import TaskHandle
 from omni_grpc.types import Payload, StageOutput
 
@@ -38,17 +39,21 @@ class CompanionRun:
         self.done = False
         self.stash: list[Payload] = []
         self._run = run
+        self._trace = run.trace.task(run.plan.pipeline.entry.name, role=role)
 
-    def began(self, handle: TaskHandle) -> None:
-        """The task was sent."""
-        self.handle, self.holds = handle, True
+    def send(self, replica: Replica) -> None:
+        """Sends the task to a replica. Raises StageUnavailable."""
+        task = self._trace.sent(self.task, replica.spec.replica, replica.spec.device)
+        self.handle, self.holds = replica.submit(task, self), True
 
     def on_admitted(self, prepare_ms: float) -> None:
         self.admitted = True
+        self._trace.admitted(prepare_ms)
         self._contained(self._run.group_changed)
 
     def on_refused(self, error: OmniError) -> None:
         self.holds = False
+        self._trace.ended(error)
         self._contained(self._run.companion_failed, error)
         self._run.stage_released()
 
@@ -69,6 +74,7 @@ class CompanionRun:
 
     def on_ended(self, error: OmniError | None) -> None:
         self.holds = False
+        self._trace.ended(error)
         if error is not None:
             self._contained(self._run.companion_failed, error)
         else:
@@ -78,6 +84,7 @@ class CompanionRun:
 
     def on_lost(self) -> None:
         self.holds = False
+        self._trace.ended(lost=True)
         self._contained(self._run.companion_lost, self)
         self._run.stage_released()
 

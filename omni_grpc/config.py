@@ -205,6 +205,8 @@ class ServerConfig(Frozen):
     port: Annotated[int, Field(ge=0, le=65535)] = 50051
     admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of AdminService and channelz, on the loopback address; None: neither is served."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of the Prometheus endpoint, on `host`; None: there is none."""
     max_receive_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 64 << 20
     max_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Requests that run or wait at once."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from omni_grpc.artifacts import Artifacts
 from omni_grpc.errors import AbortedByClient, DuplicateRequest, OmniError, RequestNotFound
+from omni_grpc.metrics import Metrics
 from omni_grpc.plan import Plan
 from omni_grpc.run import Run
 from omni_grpc.types import Notice
@@ -30,8 +31,9 @@ class AbortOutcome(Enum):
 class Orchestrator:
     """All requests of the server."""
 
-    def __init__(self, queue_bytes: int, artifact_root: Path) -> None:
+    def __init__(self, queue_bytes: int, artifact_root: Path, metrics: Metrics) -> None:
         self._queue_bytes = queue_bytes
+        self._metrics = metrics
         self._artifact_root = artifact_root
         self._runs: dict[str, Run] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -54,10 +56,15 @@ class Orchestrator:
             self._closed(run)
             on_closed()
 
-        run = Run(plan, self._queue_bytes, artifacts, closed)
+        run = Run(plan, self._queue_bytes, artifacts, closed, self._metrics)
         self._runs[request_id] = run
         self._idle.clear()
         return run
+
+    @property
+    def runs(self) -> list[Run]:
+        """Those that run or wait. From any thread."""
+        return list(self._runs.values())
 
     def find(self, request_id: str) -> Run:
         """The run with this id. Raises RequestNotFound."""

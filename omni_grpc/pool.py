@@ -45,12 +45,14 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """One slot's load; `restarts` counts from the server's start."""
+    """One slot's load; `restarts` counts from the server's start, `capacity` is how many tasks it
+    works on at once, where that is known."""
 
     replica: int
     device: str
     load: ReplicaStatistics
     restarts: int
+    capacity: int | None = None
 
 
 class Slot:
@@ -139,6 +141,7 @@ class StagePool:
         """What the stage told of itself when it was loaded last; kept while replicas restart."""
         self._slots = [Slot(self, number) for number in range(config.replicas)]
         self._observers: list[Callable[[], None]] = []
+        self._load_observer: Callable[[], None] | None = None
 
     @property
     def ready_replicas(self) -> int:
@@ -159,10 +162,20 @@ class StagePool:
         """Calls `observer` whenever a replica comes or goes."""
         self._observers.append(observer)
 
+    def observe_load(self, observer: Callable[[], None]) -> None:
+        """Calls `observer` also whenever a task comes or goes and when a replica tells of another
+        load: thousands of times a second. One per pool."""
+        self._load_observer = observer
+
     def changed(self) -> None:
         """Tells the observers."""
         for observer in self._observers:
             observer()
+        self._load_changed()
+
+    def _load_changed(self) -> None:
+        if self._load_observer is not None:
+            self._load_observer()
 
     async def start(self) -> None:
         """Starts all replicas. Raises the first StartError; what was started then still needs
@@ -215,6 +228,7 @@ class StagePool:
                 self.config.device(slot.number),
                 slot.replica.statistics() if slot.replica else absent,
                 slot.restarts,
+                self.config.max_tasks or (slot.replica.facts.capacity if slot.replica else None),
             )
             for slot in self._slots
         ]
@@ -242,7 +256,9 @@ class StagePool:
             self.runtime.folder / f"{self.pipeline[:20]}-{config.name[:20]}-{number}-{generation}"
         )
         address = f"ipc://{socket}" if settings.ipc == "ipc" else f"{settings.ipc}:*"
-        return Replica(spec, config, settings, self.runtime.context, address)
+        replica = Replica(spec, config, settings, self.runtime.context, address)
+        replica.on_load = self._load_changed
+        return replica
 
 
 def placed_arguments(config: StageConfig, device: str) -> dict[str, Any]:

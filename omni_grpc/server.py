@@ -26,8 +26,12 @@ from omni_grpc.engine import Engine
 from omni_grpc.errors import ConfigError, StartError
 from omni_grpc.health import SERVICE, Health, add_health, add_reflection
 from omni_grpc.interceptors import Edge
+from omni_grpc.load import LoadFeed
+from omni_grpc.observation import Observation
+from omni_grpc.orca import Reports, add_orca
 from omni_grpc.placement import Starts, check_memory
 from omni_grpc.pool import Runtime, StagePool
+from omni_grpc.scrape import Scrape
 from omni_grpc.servicer import OmniServicer
 from omni_grpc.topology import build_pipeline
 from omni_grpc.v1 import admin_pb2, admin_pb2_grpc, service_pb2_grpc
@@ -72,9 +76,13 @@ class Server:
             built[config.name] = build_pipeline(config, pools)
         check_memory(pool.config for pool in self._pools)
         self.engine = Engine(built, names[0], settings, self._folder / "artifacts")
+        self._load = LoadFeed(self.engine)
+        self._reports = Reports(self._load)
+        observation = Observation(self.engine.metrics, self._reports.count, self._reports.trailers)
         self._grpc = grpc.aio.server(
-            interceptors=(Edge(self.pod),), options=channel_options(settings)
+            interceptors=(Edge(self.pod, observation),), options=channel_options(settings)
         )
+        self._scrape = Scrape(self.engine)
         self._health: Health | None = None
         self.admin_port = 0
         self._admin: grpc.aio.Server | None = None
@@ -83,8 +91,9 @@ class Server:
     async def start(self) -> None:
         """Listens; nothing is served yet. Raises StartError if the address is taken."""
         service_pb2_grpc.add_OmniServiceServicer_to_server(
-            OmniServicer(self.engine, self.pod), self._grpc
+            OmniServicer(self.engine, self.pod, self._load), self._grpc
         )
+        add_orca(self._grpc, self._reports)
         add_reflection(self._grpc, (SERVICE,))
         self._health = Health(add_health(self._grpc))
         await self._health.begin(pool.config.name for pool in self._pools)
@@ -96,11 +105,14 @@ class Server:
         await self._grpc.start()
         if self.settings.admin_port is not None:
             await self._start_admin(self.settings.admin_port)
+        if self.settings.metrics_port is not None:
+            self._scrape.start(self.settings.host, self.settings.metrics_port)
 
     async def _start_admin(self, port: int) -> None:
         """Listens for operators, on the loopback address only."""
         admin = grpc.aio.server(
-            interceptors=(Edge(self.pod),), options=channel_options(self.settings)
+            interceptors=(Edge(self.pod, Observation(self.engine.metrics)),),
+            options=channel_options(self.settings),
         )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(Controls(self.engine.pipelines), self._drain_soon), admin
@@ -114,11 +126,17 @@ class Server:
         await admin.start()
         self._admin = admin
 
+    @property
+    def metrics_port(self) -> int:
+        """Where metrics are served; 0 where they are not."""
+        return self._scrape.port
+
     def _drain_soon(self, timeout: float | None) -> int:
         """Begins to drain; the requests that run now."""
         running = len(self.engine.orchestrator)
         if self._health is not None:
             self._health.drain()
+        self._load.end()
         limit = self.settings.drain_timeout if timeout is None else timeout
         self._draining = asyncio.create_task(self.engine.drain(limit))
         return running
@@ -154,6 +172,7 @@ class Server:
         once."""
         if self._health is not None:
             self._health.drain()
+        self._load.end()
         limit = self.settings.drain_timeout if drain_timeout is None else drain_timeout
         await self.engine.drain(limit)
         if self._draining is not None:
@@ -161,6 +180,7 @@ class Server:
         await self._grpc.stop(STOP_GRACE_S)
         if self._admin is not None:
             await self._admin.stop(STOP_GRACE_S)
+        await self._scrape.stop()
         await asyncio.gather(*(pool.close() for pool in self._pools))
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)

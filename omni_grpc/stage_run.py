@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from omni_grpc.conversation import Conversation
 from omni_grpc.errors import InternalError, OmniError
-from omni_grpc.ipc import WINDOW_BYTES, payload_size
+from omni_grpc.ipc import WINDOW_BYTES, Task, payload_size
 from omni_grpc.outbox import Cutter
 from omni_grpc.pipelines.bridges import Bridge
+from omni_grpc.replica import Replica
 from omni_grpc.task import TaskHandle
 from omni_grpc.topology import StageNode
 from omni_grpc.types import Params, Payload, Prompt, StageOutput
@@ -42,9 +43,12 @@ class StageRun:
         self.cutter = Cutter()
         self.started_at: float | None = None
         self.ended_at: float | None = None
+        self.hop_s: float | None = None
+        """How long its first input took to the replica, the wait of others before it included."""
         self.segment_params: dict[int, Params] = {}
         """Parameters of segments to come, by number."""
         self._run = run
+        self._trace = run.trace.task(node.name, node.config.inputs)
         self._sources = dict.fromkeys(node.config.inputs, 0)
         """Segments that each source has ended."""
         self._open_sources = set(node.config.inputs)
@@ -86,11 +90,13 @@ class StageRun:
         new._sources = dict.fromkeys(self._sources, segments)
         return new
 
-    def began(self, handle: TaskHandle) -> TaskHandle:
-        """The task was sent to a replica."""
-        self.handle, self.holds, self.started_at = handle, True, time.perf_counter()
+    def send(self, task: Task, replica: Replica) -> TaskHandle:
+        """Sends the task to a replica. Raises StageUnavailable."""
+        task = self._trace.sent(task, replica.spec.replica, replica.spec.device)
+        self.handle = replica.submit(task, self)
+        self.holds, self.started_at = True, time.perf_counter()
         self.heard_at = asyncio.get_running_loop().time()
-        return handle
+        return self.handle
 
     # ------------------------------------------------------------ input
 
@@ -139,10 +145,14 @@ class StageRun:
     # ------------------------------------------------------------ the sink of its task
 
     def on_admitted(self, prepare_ms: float) -> None:
+        if self.started_at is not None:
+            self.hop_s = max(0.0, time.perf_counter() - self.started_at - prepare_ms / 1e3)
+        self._trace.admitted(prepare_ms)
         self._contained(self._run.stage_admitted, self, prepare_ms)
 
     def on_refused(self, error: OmniError) -> None:
         self.holds = False
+        self._trace.ended(error)
         self._contained(self._run.stage_refused, self, error)
         self._run.stage_released()
 
@@ -163,11 +173,13 @@ class StageRun:
 
     def on_ended(self, error: OmniError | None) -> None:
         self.holds = False
+        self._trace.ended(error)
         self._contained(self._run.stage_ended, self, error)
         self._run.stage_released()
 
     def on_lost(self) -> None:
         self.holds = False
+        self._trace.ended(lost=True)
         self._contained(self._run.stage_lost, self)
         self._run.stage_released()
 

@@ -13,14 +13,30 @@ from typing import Annotated
 import typer
 import uvloop
 
+from omni_grpc import logs, otlp
 from omni_grpc.cli.failure import fail
 from omni_grpc.config import PipelineConfig, ServerConfig, load_pipeline
 from omni_grpc.embedded import EmbeddedModelError, missing, prepare
 from omni_grpc.errors import ConfigError, StartError
+from omni_grpc.logs import LogFormat
 from omni_grpc.topology import check_pipeline
 from omni_grpc.types import Modality
 
 log = logging.getLogger("omni_grpc")
+
+
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(help="Port of Prometheus metrics; 0 picks a free one.", show_default="none"),
+]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Where spans are sent, over OTLP.",
+        show_default="OTEL_EXPORTER_OTLP_ENDPOINT, if that is set",
+    ),
+]
 
 
 def serve(
@@ -33,14 +49,20 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds for running requests after SIGTERM.")
     ] = 30.0,
+    metrics_port: MetricsPort = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Form of the log.")] = "text",
+    otlp_endpoint: OtlpEndpoint = None,
 ) -> None:
     """Serves pipelines until SIGTERM or Ctrl-C. The first one named is the default."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
+    logs.set_up(log_format)
     try:
+        flush_spans = otlp.start(otlp_endpoint) if otlp.configured(otlp_endpoint) else _nothing
         settings = ServerConfig(
-            host=host, port=port, max_requests=max_requests, drain_timeout=drain_timeout
+            host=host,
+            port=port,
+            max_requests=max_requests,
+            drain_timeout=drain_timeout,
+            metrics_port=metrics_port,
         )
         configs = [load_pipeline(reference) for reference in pipeline]
         for reference, config in zip(pipeline, configs, strict=True):
@@ -48,12 +70,17 @@ def serve(
         _prepare(configs)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, configs))
+            flush_spans()
             # Everything is stopped. A thread of a transform that hangs must not keep the process.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
     except (ConfigError, StartError, EmbeddedModelError, ValueError) as error:
         raise fail(error) from None
+
+
+def _nothing() -> None:
+    """Where no spans are sent, there are none to flush."""
 
 
 def _prepare(configs: list[PipelineConfig]) -> None:
@@ -78,6 +105,8 @@ async def _serve(settings: ServerConfig, configs: list[PipelineConfig]) -> None:
     try:
         await server.start()
         log.info("listening on %s:%d, loading", settings.host, server.port)
+        if settings.metrics_port is not None:
+            log.info("metrics on http://%s:%d/metrics", settings.host, server.metrics_port)
         warming, stop = asyncio.create_task(server.warm()), asyncio.create_task(stopping.wait())
         await asyncio.wait((warming, stop), return_when=asyncio.FIRST_COMPLETED)
         if not warming.done():
@@ -94,7 +123,7 @@ async def _serve(settings: ServerConfig, configs: list[PipelineConfig]) -> None:
 
 def _announce(host: str, port: int, configs: list[PipelineConfig]) -> None:
     names = ", ".join(config.name for config in configs)
-    typer.echo(f"Serving {names} on {host}:{port}. Try: {_example_call(configs[0], host, port)}")
+    logs.announce(f"Serving {names} on {host}:{port}. Try: {_example_call(configs[0], host, port)}")
 
 
 def _example_call(config: PipelineConfig, host: str, port: int) -> str:
