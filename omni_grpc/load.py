@@ -27,7 +27,8 @@ class LoadFeed:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._watchers = 0
+        self.watchers = 0
+        """Who watches now."""
         self._moved = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
@@ -37,7 +38,7 @@ class LoadFeed:
     async def states(self) -> AsyncGenerator[list[StageStatistics]]:
         """The load now, then on each change and every HEARTBEAT_S, until the server drains. Close
         it when done."""
-        self._watchers += 1
+        self.watchers += 1
         try:
             while True:
                 moved, ending = self._moved, self._ended.is_set()
@@ -46,7 +47,12 @@ class LoadFeed:
                     return
                 await _until(moved, HEARTBEAT_S)
         finally:
-            self._watchers -= 1
+            self.watchers -= 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is about to be told."""
+        return self._timer is None
 
     def utilization(self) -> Utilization:
         """The load now, in a few figures."""
@@ -62,7 +68,7 @@ class LoadFeed:
         self._publish()
 
     def _changed(self) -> None:
-        if self._watchers and self._timer is None:
+        if self.watchers and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SETTLE_S, self._publish)
 
     def _publish(self) -> None:

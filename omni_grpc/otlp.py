@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 
+from omni_grpc import tracing
 from omni_grpc.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ def start(endpoint: str | None) -> Callable[[], None]:
         raise ConfigError(f"the OTLP endpoint {endpoint!r} is no http:// or https:// URL")
     protocol = next((v for name in PROTOCOL_VARIABLES if (v := os.environ.get(name))), "grpc")
     try:
-        from opentelemetry import trace
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -56,7 +56,7 @@ def start(endpoint: str | None) -> Callable[[], None]:
     named = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "omni-grpc"}
     provider = TracerProvider(resource=Resource.create(named))
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
+    tracing.use(provider)
     log.info("spans are sent over %s", protocol)
     return lambda: _flush(provider.force_flush)
 

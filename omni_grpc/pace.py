@@ -12,13 +12,15 @@ from omni_grpc.types import Audio, Modality, Payload
 class Track:
     """The outputs of one stage."""
 
-    __slots__ = ("gaps", "last_at", "plays_until", "seconds", "turns")
+    __slots__ = ("byte_rate", "gaps", "last_at", "plays_until", "seconds", "turns")
 
     def __init__(self, gaps: Buckets, now: float) -> None:
         self.gaps = gaps
         self.plays_until = now
         self.last_at: float | None = None
         """When the answer that goes on gave its last output; None: none goes on."""
+        self.byte_rate = 0
+        """Bytes of a second of its sound."""
         self.seconds = 0.0
         """Length of the sound."""
         self.turns = 0
@@ -53,7 +55,9 @@ class Pace:
             if track.last_at is not None:
                 self._metrics.underruns.labels(self._pipeline).inc()
             track.plays_until = now
-        seconds = len(audio.data) / (audio.format.frame_width * audio.format.sample_rate_hz)
+        if not track.byte_rate:
+            track.byte_rate = audio.format.frame_width * audio.format.sample_rate_hz
+        seconds = len(audio.data) / track.byte_rate
         track.seconds += seconds
         track.plays_until += seconds
 

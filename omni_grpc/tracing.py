@@ -26,6 +26,12 @@ _tracer = trace.get_tracer("omni_grpc", __version__)
 _propagator = TraceContextTextMapPropagator()
 
 
+def use(provider: trace.TracerProvider | None) -> None:
+    """From now on spans are made by this provider; None: by OpenTelemetry's global one."""
+    global _tracer
+    _tracer = trace.get_tracer("omni_grpc", __version__, provider)
+
+
 @contextmanager
 def rpc_span(method: str, headers: Mapping[str, str]) -> Iterator[Span]:
     """The span of a call, the current one inside; `headers` are the call's metadata. Its status is
