@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from threading import Thread
 
 from omni_grpc import tracing
 from omni_grpc.errors import ConfigError
@@ -14,7 +15,7 @@ log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-FLUSH_MS = 3000
+FLUSH_S = 2.0
 """Longest wait for the last spans to be sent."""
 
 
@@ -61,6 +62,10 @@ def start(endpoint: str | None) -> Callable[[], None]:
     return lambda: _flush(provider.force_flush)
 
 
-def _flush(flush: Callable[[int], bool]) -> None:
-    if not flush(FLUSH_MS):
-        log.warning("the last spans were not sent")
+def _flush(flush: Callable[[], bool]) -> None:
+    # In a thread: an exporter goes on trying for as long as its own timeouts say.
+    flushing = Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_S)
+    if flushing.is_alive():
+        log.warning("the last spans were not sent within %g s", FLUSH_S)

@@ -4,6 +4,7 @@ for it."""
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -270,7 +271,7 @@ def collector() -> Iterator[tuple[Collector, str]]:
     """A collector and its URL."""
     received = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(received, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(received, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield received, f"http://127.0.0.1:{port}"
@@ -292,6 +293,19 @@ def test_spans_reach_a_collector_before_the_server_ends(
         assert server.end() == 0
     assert received.services == {"omni-grpc"}
     assert set(received.names) >= {ADD_REQUEST, "stage text", "hop audio", "stage image"}
+
+
+def test_a_collector_that_does_not_answer_does_not_keep_the_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with ServerProcess("echo", arguments=("--port", "0", "--otlp-endpoint", url)) as server:
+            port = server.await_serving()
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub = service_pb2_grpc.OmniServiceStub(channel)
+                assert list(stub.AddRequest(ask(), timeout=10))
+            # An export alone would take ten seconds.
+            assert server.end(seconds=9) == 0
+            assert "the last spans were not sent" in server.log
 
 
 def test_an_endpoint_that_is_no_url_fails_the_start() -> None:

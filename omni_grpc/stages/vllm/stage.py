@@ -26,7 +26,7 @@ from omni_grpc.errors import InvalidField, LoraNotFound, NotSupported, PromptToo
 from omni_grpc.ipc import Feed, StageSpec, Task
 from omni_grpc.stages.base import Inputs, ReplicaDead, Stage, segments
 from omni_grpc.stages.vllm.answer import Submitted, answer, blamed
-from omni_grpc.stages.vllm.load import WatchedEngine
+from omni_grpc.stages.vllm.load import EngineLoad, WatchedEngine
 from omni_grpc.stages.vllm.media import MediaReader
 from omni_grpc.stages.vllm.outputs import EngineGaveUp, stage_outputs
 from omni_grpc.stages.vllm.params import (
@@ -318,7 +318,8 @@ class VllmStage(Stage[Submitted | Session]):
     def statistics(self) -> t.StageStatistics:
         if self._pulse.stopped:
             raise ReplicaDead("the engine core is gone, or stands still")
-        return self._engine.load.statistics(self._engine, self._counters())
+        load: EngineLoad = self._engine.load
+        return load.statistics(self._engine, self._counters())
 
     def _counters(self) -> dict[str, int]:
         """How often a prompt's medium was known here already."""
