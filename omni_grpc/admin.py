@@ -52,21 +52,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def SleepStage(
         self, request: admin_pb2.SleepStageRequest, context: Context
     ) -> admin_pb2.SleepStageResponse:
-        """Frees device memory. The replicas are paused first: they could not work."""
+        """Frees device memory, once what runs has finished."""
         level = optional(request, "level")
         if level not in (None, 1, 2):
             raise InvalidField("level", "must be 1 or 2")
-        self._controls.pause(*_target(request.target), paused=True)
-        results = await self._call(request.target, "sleep", {"level": level or 1})
-        return admin_pb2.SleepStageResponse(results=results)
+        results = await self._controls.sleep(*_target(request.target), level or 1)
+        return admin_pb2.SleepStageResponse(results=_encode(results))
 
     async def WakeStage(
         self, request: admin_pb2.WakeStageRequest, context: Context
     ) -> admin_pb2.WakeStageResponse:
         """Wakes, then lets new work come."""
-        results = await self._call(request.target, "wake", {})
-        self._controls.pause(*_target(request.target), paused=False)
-        return admin_pb2.WakeStageResponse(results=results)
+        results = await self._controls.wake(*_target(request.target))
+        return admin_pb2.WakeStageResponse(results=_encode(results))
 
     async def LoadLora(
         self, request: admin_pb2.LoadLoraRequest, context: Context

@@ -67,7 +67,12 @@ class Engine:
         self.default = default
         self.settings = settings
         self.metrics = Metrics()
-        self.orchestrator = Orchestrator(settings.queue_bytes, artifact_root, self.metrics)
+        self.orchestrator = Orchestrator(
+            settings.queue_bytes,
+            artifact_root,
+            self.metrics,
+            by_tenant=settings.auth is not None,
+        )
         self.budget = Budget(settings)
         self.draining = False
 
@@ -123,6 +128,7 @@ class Engine:
             params=params,
             timeout_s=min(limit, request.timeout_s) if request.timeout_s is not None else limit,
             params_paths=paths,
+            progress_s=self.settings.progress_interval,
         )
 
     def _pipeline(self, name: str) -> Pipeline:
@@ -134,12 +140,12 @@ class Engine:
 
     # ------------------------------------------------------------ input that streams
 
-    def attach(self, request_id: str) -> tuple[Run, Feeder]:
-        """The running request and its one feeder, to be used as a context manager.
+    def attach(self, request_id: str, tenant: str = "") -> tuple[Run, Feeder]:
+        """The tenant's running request and its one feeder, to be used as a context manager.
 
         Raises RequestNotFound, NotResumable, or FeederActive while there is another.
         """
-        run = self.orchestrator.find(request_id)
+        run = self.orchestrator.find(request_id, tenant)
         if run.lane is None:
             raise NotResumable(f"request {request_id!r} was not opened as resumable")
         return run, run.lane.attach()
@@ -165,9 +171,9 @@ class Engine:
             ending.cancel()
             await asyncio.gather(driving, ending, return_exceptions=True)
 
-    async def abort(self, request_ids: list[str]) -> list[AbortOutcome]:
-        """Aborts requests; returns when their stages are free, one outcome per id."""
-        return await self.orchestrator.abort(request_ids, ABORT_TIMEOUT_S)
+    async def abort(self, request_ids: list[str], tenant: str = "") -> list[AbortOutcome]:
+        """Aborts a tenant's requests; returns when their stages are free, one outcome per id."""
+        return await self.orchestrator.abort(request_ids, ABORT_TIMEOUT_S, tenant)
 
     # ------------------------------------------------------------ the whole
 

@@ -27,6 +27,8 @@ SERVICE = service_pb2.DESCRIPTOR.services_by_name["OmniService"].full_name
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 REFLECTION_V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 READINESS = ("", SERVICE, "omni-readiness")
+STARTUP = "omni-startup"
+LIVENESS = "omni-liveness"
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -91,11 +93,16 @@ class Health:
         self._updates: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
 
+    @property
+    def served(self) -> bool:
+        """Whether everything was ready once."""
+        return self._warm
+
     async def begin(self, stages: Iterable[str]) -> None:
         """Sets every name to NOT_SERVING, but liveness: a server that loads is alive."""
-        for name in (*READINESS, "omni-startup", *(f"stage/{stage}" for stage in stages)):
+        for name in (*READINESS, STARTUP, *(f"stage/{stage}" for stage in stages)):
             await self._servicer.set(name, NOT_SERVING)
-        await self._servicer.set("omni-liveness", SERVING)
+        await self._servicer.set(LIVENESS, SERVING)
 
     def watch(self, pools: list[StagePool]) -> None:
         """Follows these pools from now on."""
@@ -126,8 +133,8 @@ class Health:
             serving = self._warm and ready and not self._draining
             for name in READINESS:
                 await self._set(name, serving)
-            await self._set("omni-startup", self._warm)
-            await self._set("omni-liveness", not any(pool.given_up for pool in self._pools))
+            await self._set(STARTUP, self._warm)
+            await self._set(LIVENESS, not any(pool.given_up for pool in self._pools))
             for stage, stage_ready in self._stages().items():
                 await self._set(f"stage/{stage}", stage_ready)
             if self._draining:
@@ -145,9 +152,9 @@ class Health:
         await self._servicer.set(name, SERVING if serving else NOT_SERVING)
 
 
-def add_health(server: grpc.aio.Server) -> HealthServicer:
-    """Registers the health service."""
-    servicer = HealthServicer()
+def add_health(server: grpc.aio.Server, servicer: HealthServicer | None = None) -> HealthServicer:
+    """Registers the health service: `servicer`, or a new one."""
+    servicer = servicer or HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return servicer
 

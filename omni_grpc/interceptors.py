@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -68,7 +69,14 @@ class Edge(grpc.aio.ServerInterceptor):
 
     def __init__(self, pod: str, observation: Observation | None = None) -> None:
         self._pod = pod
-        self._observation = observation or Observation(Metrics())
+        self.observation = observation or Observation(Metrics())
+        """What becomes of each call at its end."""
+        self._last_call = 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last call came."""
+        return time.monotonic() - self._last_call
 
     async def intercept_service(
         self,
@@ -79,6 +87,7 @@ class Edge(grpc.aio.ServerInterceptor):
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or not method.startswith(OWN_PACKAGE):
             return handler
+        self._last_call = time.monotonic()
         make, behaviour = _shape(handler)
         rpc = Rpc(method.rpartition("/")[2])
         write = rpc.writing(handler.response_serializer)
@@ -104,7 +113,7 @@ class Edge(grpc.aio.ServerInterceptor):
                     rpc.request_id = _request_id.get()
                     about = {"request_id": rpc.request_id, "pipeline": rpc.pipeline}
                     end_rpc(span, rpc.code, rpc.reason, about)
-                    self._observation.ended(rpc)
+                    self.observation.ended(rpc)
 
         return call
 
@@ -113,7 +122,7 @@ class Edge(grpc.aio.ServerInterceptor):
         rpc.code = Code.INTERNAL.name
         try:
             answer = await behaviour(_parsed(request), context)
-            context.set_trailing_metadata((("omni-pod", self._pod), *self._observation.trailers()))
+            context.set_trailing_metadata((("omni-pod", self._pod), *self.observation.trailers()))
             rpc.code = "OK"
             return answer
         except OmniError as error:
@@ -139,7 +148,7 @@ class Edge(grpc.aio.ServerInterceptor):
         metadata = [
             *status.trailing_metadata,
             ("omni-pod", self._pod),
-            *self._observation.trailers(),
+            *self.observation.trailers(),
         ]
         if request_id := _request_id.get():
             metadata.append(("omni-request-id", request_id))

@@ -86,7 +86,7 @@ class Run:
             if plan.request.resumable
             else None
         )
-        self.watch = Watch(plan, self._graph, self.lane, self.close)
+        self.watch = Watch(plan, self._graph, self.delivery, self.lane, self.close)
         self._ledger = Ledger()
         self._admission: asyncio.Future[None] = self._loop.create_future()
         self._released = asyncio.Event()

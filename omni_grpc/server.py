@@ -13,6 +13,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -24,8 +25,8 @@ from omni_grpc.config import PipelineConfig, ServerConfig
 from omni_grpc.control import Controls
 from omni_grpc.engine import Engine
 from omni_grpc.errors import ConfigError, StartError
-from omni_grpc.health import SERVICE, Health, add_health, add_reflection
-from omni_grpc.interceptors import Edge
+from omni_grpc.health import SERVICE, Health, HealthServicer, add_health, add_reflection
+from omni_grpc.listeners import Listeners
 from omni_grpc.load import LoadFeed
 from omni_grpc.observation import Observation
 from omni_grpc.orca import Reports, add_orca
@@ -38,11 +39,14 @@ from omni_grpc.v1 import admin_pb2, admin_pb2_grpc, service_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-ADMIN_HOST = "127.0.0.1"
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 STOP_GRACE_S = 2.0
 """What gRPC gets to write the last messages, once no request runs."""
+SETTLE_S = 2.0
+"""Longest time that calls are still answered, once no request runs."""
+QUIET_S = 0.05
+"""How long no call must have come for the server to close."""
 
 
 class Server:
@@ -56,7 +60,8 @@ class Server:
             raise ConfigError(f"two pipelines have the same name among {', '.join(names)}")
         self.settings = settings
         self.pod = os.environ.get("POD_NAME") or socket.gethostname()
-        self.port = 0
+        self._listeners = Listeners(settings, self.pod)
+        self.port = self.admin_port = self.health_port = 0
         self._configs = pipelines
         self._folder = Path(tempfile.mkdtemp(prefix="omni-grpc-"))
         self._context = zmq.asyncio.Context()
@@ -78,15 +83,16 @@ class Server:
         self.engine = Engine(built, names[0], settings, self._folder / "artifacts")
         self._load = LoadFeed(self.engine)
         self._reports = Reports(self._load)
-        observation = Observation(self.engine.metrics, self._reports.count, self._reports.trailers)
-        self._grpc = grpc.aio.server(
-            interceptors=(Edge(self.pod, observation),), options=channel_options(settings)
-        )
         self._scrape = Scrape(self.engine)
+        self._listeners.observe(
+            Observation(self.engine.metrics, self._reports.count, self._reports.trailers)
+        )
+        self._grpc = self._listeners.make()
+        self._more: list[grpc.aio.Server] = []
+        """Listeners for operators and for probes."""
         self._health: Health | None = None
-        self.admin_port = 0
-        self._admin: grpc.aio.Server | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._refuse_at: float | None = None
 
     async def start(self) -> None:
         """Listens; nothing is served yet. Raises StartError if the address is taken."""
@@ -95,36 +101,38 @@ class Server:
         )
         add_orca(self._grpc, self._reports)
         add_reflection(self._grpc, (SERVICE,))
-        self._health = Health(add_health(self._grpc))
+        servicer = add_health(self._grpc)
+        self._health = Health(servicer)
         await self._health.begin(pool.config.name for pool in self._pools)
-        address = f"{self.settings.host}:{self.settings.port}"
-        try:
-            self.port = self._grpc.add_insecure_port(address)
-        except RuntimeError as error:
-            raise StartError(f"cannot listen on {address}: {error}") from None
+        self.port = self._listeners.bind(self._grpc, self.settings.host, self.settings.port)
         await self._grpc.start()
         if self.settings.admin_port is not None:
             await self._start_admin(self.settings.admin_port)
         if self.settings.metrics_port is not None:
             self._scrape.start(self.settings.host, self.settings.metrics_port)
+        if self.settings.health_port is not None:
+            await self._start_health(self.settings.health_port, servicer)
+        self._listeners.start()
 
     async def _start_admin(self, port: int) -> None:
-        """Listens for operators, on the loopback address only."""
-        admin = grpc.aio.server(
-            interceptors=(Edge(self.pod, Observation(self.engine.metrics)),),
-            options=channel_options(self.settings),
-        )
+        """Listens for operators."""
+        admin = self._listeners.make()
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(Controls(self.engine.pipelines), self._drain_soon), admin
         )
         channelz.add_channelz_servicer(admin)
         add_reflection(admin, (ADMIN_SERVICE, CHANNELZ_SERVICE))
-        try:
-            self.admin_port = admin.add_insecure_port(f"{ADMIN_HOST}:{port}")
-        except RuntimeError as error:
-            raise StartError(f"cannot listen on {ADMIN_HOST}:{port}: {error}") from None
+        self.admin_port = self._listeners.bind(admin, self.settings.admin_host, port)
         await admin.start()
-        self._admin = admin
+        self._more.append(admin)
+
+    async def _start_health(self, port: int, servicer: HealthServicer) -> None:
+        """Listens for probes, which speak no TLS and have no token: health and nothing else."""
+        probes = self._listeners.make(open_to_all=True)
+        add_health(probes, servicer)
+        self.health_port = self._listeners.bind(probes, self.settings.host, port, plaintext=True)
+        await probes.start()
+        self._more.append(probes)
 
     @property
     def metrics_port(self) -> int:
@@ -134,12 +142,29 @@ class Server:
     def _drain_soon(self, timeout: float | None) -> int:
         """Begins to drain; the requests that run now."""
         running = len(self.engine.orchestrator)
+        limit = self.settings.drain_timeout if timeout is None else timeout
+        self._draining = asyncio.create_task(self._drain(limit))
+        return running
+
+    async def _drain(self, limit: float) -> None:
+        """Tells balancers, refuses new requests when they have had time to notice, and lets the
+        running ones finish."""
+        now = asyncio.get_running_loop().time()
         if self._health is not None:
             self._health.drain()
+            if self._refuse_at is None and self._health.served:
+                self._refuse_at = now + self.settings.drain_delay
+        await asyncio.sleep((self._refuse_at or now) - now)
         self._load.end()
-        limit = self.settings.drain_timeout if timeout is None else timeout
-        self._draining = asyncio.create_task(self.engine.drain(limit))
-        return running
+        await self.engine.drain(limit)
+
+    async def _settle(self, limit: float) -> None:
+        """Answers calls until none comes any more. Those that gRPC has not handed over when it
+        stops end with CANCELLED, which no client retries."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                while (wait := QUIET_S - self._listeners.idle_s) > 0:  # noqa: ASYNC110 - a time is all there is
+                    await asyncio.sleep(wait)
 
     async def warm(self) -> None:
         """Starts all replicas and, when all are ready, serves. Raises StartError with the real
@@ -170,16 +195,14 @@ class Server:
     async def stop(self, drain_timeout: float | None = None) -> None:
         """Refuses new requests, lets the running ones finish, ends the rest, stops every replica
         once."""
-        if self._health is not None:
-            self._health.drain()
-        self._load.end()
         limit = self.settings.drain_timeout if drain_timeout is None else drain_timeout
-        await self.engine.drain(limit)
+        await self._drain(limit)
         if self._draining is not None:
             await self._draining
+        await self._settle(min(limit, SETTLE_S))
         await self._grpc.stop(STOP_GRACE_S)
-        if self._admin is not None:
-            await self._admin.stop(STOP_GRACE_S)
+        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in self._more))
+        self._listeners.stop()
         await self._scrape.stop()
         await asyncio.gather(*(pool.close() for pool in self._pools))
         self._context.destroy(linger=0)
@@ -192,17 +215,3 @@ def _first(group: BaseExceptionGroup[StartError]) -> StartError:
         error = error.exceptions[0]
     assert isinstance(error, StartError)
     return error
-
-
-def channel_options(settings: ServerConfig) -> list[tuple[str, int]]:
-    """Options of the listener. Each has a test of its behaviour: the core ignores names that it
-    doesn't know."""
-    return [
-        # Two servers on one port would split the traffic silently.
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", settings.max_receive_bytes),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-    ]

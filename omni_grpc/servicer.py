@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from omni_grpc.auth import tenant_of
 from omni_grpc.engine import Engine
 from omni_grpc.errors import AbortedByClient, SlowConsumer
 from omni_grpc.interaction import Session
@@ -25,7 +26,8 @@ from omni_grpc.wire.interactions import Attach, decode_messages, decode_setup, e
 from omni_grpc.wire.requests import MAX_ID, decode_abort, decode_request
 from omni_grpc.wire.updates import decode_chunks, decode_header
 
-TENANT_KEY = "omni-tenant"
+HALF_CLOSE_S = 0.2
+"""How long a session that has finished waits for its client's half-close."""
 
 
 class OmniServicer(service_pb2_grpc.OmniServiceServicer):
@@ -77,7 +79,7 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         request_id = await decode_header(request)
         if len(request_id) <= MAX_ID:
             set_request_id(request_id)
-        run, feeder = self._engine.attach(request_id)
+        run, feeder = self._engine.attach(request_id, tenant_of(context))
         opened(run)
         with feeder:
             summary = await self._engine.feed(run, feeder, self._chunks(run, request, context))
@@ -120,6 +122,9 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
                     # Half-closed: outputs go on. Or out of order: that ends the session.
                     listening.result()
                 await speaking
+                # Proxies may break off a call that ends while its client could still write, and
+                # drop what was under way: who half-closes at `finished` loses nothing.
+                await asyncio.wait((listening,), timeout=HALF_CLOSE_S)
             finally:
                 listening.cancel()
                 speaking.cancel()
@@ -130,7 +135,7 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     ) -> Session:
         limit = self._engine.settings.queue_bytes
         if isinstance(setup, Attach):
-            run = self._engine.orchestrator.find(setup.request_id)
+            run = self._engine.orchestrator.find(setup.request_id, tenant_of(context))
             opened(run)
             return Session(
                 run, owner=False, receive_outputs=setup.receive_outputs, limit_bytes=limit
@@ -152,7 +157,8 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     ) -> service_pb2.AbortResponse:
         """Aborts; answers when the stages are free."""
         request_ids = decode_abort(request)
-        return encode_outcomes(request_ids, await self._engine.abort(request_ids))
+        outcomes = await self._engine.abort(request_ids, tenant_of(context))
+        return encode_outcomes(request_ids, outcomes)
 
     async def GetServerInfo(
         self, request: service_pb2.GetServerInfoRequest, context: Context
@@ -175,9 +181,5 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
 
 
 def _of_tenant(request: Request, context: Context) -> Request:
-    """The request with the tenant that its metadata names."""
-    for key, value in context.invocation_metadata() or ():
-        if key == TENANT_KEY and isinstance(value, str):
-            options = replace(request.options, tenant=value[:MAX_ID])
-            return replace(request, options=options)
-    return request
+    """The request, as its caller's tenant makes it."""
+    return replace(request, options=replace(request.options, tenant=tenant_of(context)))

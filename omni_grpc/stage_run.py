@@ -16,7 +16,7 @@ from omni_grpc.pipelines.bridges import Bridge
 from omni_grpc.replica import Replica
 from omni_grpc.task import TaskHandle
 from omni_grpc.topology import StageNode
-from omni_grpc.types import Params, Payload, Prompt, StageOutput
+from omni_grpc.types import Params, Payload, Progress, Prompt, StageOutput
 
 if TYPE_CHECKING:
     from omni_grpc.run import Run
@@ -63,6 +63,8 @@ class StageRun:
         self.memory = Conversation() if node.config.engine == "vllm" else None
         self.answered = 0
         """Segments that it has answered."""
+        self.progress = Progress(0)
+        """How far it has said that it is, without the preview."""
 
     @property
     def congested(self) -> bool:

@@ -1,74 +1,44 @@
-"""Validates the Kubernetes manifests against the API's schemas, strictly and without a cluster.
+"""Validates what `kubectl apply -k` would bring, without a cluster: every overlay is built, and
+every component on one; every object is held against the schema of its kind, and the whole against
+the code (scripts/manifests).
 
-Kinds of others (custom resources) are checked against `k8s/schemas/<kind>.json`, small JSON schemas
-of the fields that we use. Kustomizations and the patches they name are fragments, not objects:
-they are left to `kubectl kustomize`.
+usage: scripts/check_manifests.py [FOLDER]    k8s by default
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import jsonschema
-import kubernetes_validate
-import yaml
+# Run as a file, from the repository's root.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-ROOT = Path("k8s")
-KUSTOMIZATION = "kustomization.yaml"
-
-
-def patches() -> set[Path]:
-    """The files that some kustomization applies as patches."""
-    found: set[Path] = set()
-    for kustomization in ROOT.rglob(KUSTOMIZATION):
-        document = yaml.safe_load(kustomization.read_text()) or {}
-        for patch in document.get("patches", []):
-            if "path" in patch:
-                found.add((kustomization.parent / patch["path"]).resolve())
-    return found
+from scripts.manifests.build import K8S, Build, BuildError, builds
+from scripts.manifests.group_rules import group_problems
+from scripts.manifests.link_rules import link_problems
+from scripts.manifests.pod_rules import pod_problems
+from scripts.manifests.schemas import schema_problems
 
 
-def custom(api_version: str) -> bool:
-    group, _, version = api_version.rpartition("/")
-    return bool(version) and "." in group and not group.endswith(".k8s.io")
-
-
-def problem(document: dict[str, Any]) -> str | None:
-    """Says what is wrong with one object, or None."""
-    kind = document.get("kind", "")
-    try:
-        if custom(document.get("apiVersion", "")):
-            schema = ROOT / "schemas" / f"{kind.lower()}.json"
-            if not schema.exists():
-                return f"{kind}: no schema ({schema})"
-            jsonschema.validate(document, json.loads(schema.read_text()))
-        else:
-            version = kubernetes_validate.latest_version()
-            kubernetes_validate.validate(document, version, strict=True)
-    except (
-        jsonschema.ValidationError,
-        kubernetes_validate.SchemaNotFoundError,
-        kubernetes_validate.ValidationError,
-    ) as error:
-        path = ".".join(str(part) for part in getattr(error, "path", ()))
-        return f"{kind} {path}: {getattr(error, 'message', error)}"
-    return None
-
-
-def problems() -> Iterator[str]:
-    skipped = patches()
-    for path in sorted(ROOT.rglob("*.yaml")):
-        if path.name == KUSTOMIZATION or path.resolve() in skipped:
-            continue
-        for document in yaml.safe_load_all(path.read_text()):
-            if document and (found := problem(document)):
-                yield f"{path}: {found}"
+def problems(build: Build) -> Iterator[str]:
+    """What is wrong with a build. Rules expect objects that fit their schemas."""
+    found = False
+    for item in build.objects:
+        name = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
+        for problem in schema_problems(item):
+            found = True
+            yield f"{name}: {problem}"
+    if not found:
+        yield from pod_problems(build)
+        yield from link_problems(build)
+        yield from group_problems(build)
 
 
 def main() -> int:
-    found = list(problems())
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else K8S
+    try:
+        found = [f"{build.name}: {text}" for build in builds(root) for text in problems(build)]
+    except BuildError as error:
+        found = [str(error)]
     print("\n".join(found), file=sys.stderr, end="\n" if found else "")
     return 1 if found else 0
 

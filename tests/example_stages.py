@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 from omni_grpc.errors import InvalidField
@@ -22,6 +23,7 @@ from omni_grpc.types import (
     Finish,
     FinishReason,
     Payload,
+    Progress,
     StageFacts,
     StageOutput,
     Text,
@@ -58,6 +60,17 @@ class Plain(Stage[None]):
     def text(self, task: Task) -> str:
         """What it says."""
         return prompt_text(task)
+
+
+class Stepping(Plain):
+    """Tells two steps, with half a second after each, and then gives its text."""
+
+    async def run(self, task: Task, prepared: None, inputs: Inputs) -> AsyncIterator[StageOutput]:
+        for step in (1, 2):
+            yield StageOutput(progress=Progress(step, 2))
+            await asyncio.sleep(0.5)
+        yield StageOutput(TextDelta(self.text(task)))
+        yield DONE
 
 
 class Shout(Stage[int]):
@@ -158,6 +171,28 @@ class Parent(Plain):
 
     def text(self, task: Task) -> str:
         return json.dumps(self._pids)
+
+
+class Sharing(Plain):
+    """Has shared memory, as has a process that it started; says their names."""
+
+    async def load(self) -> StageFacts:
+        self._own = SharedMemory(create=True, size=1 << 16)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            "from multiprocessing.shared_memory import SharedMemory as M; import time\n"
+            "memory = M(create=True, size=65536); print(memory.name, flush=True); time.sleep(100)",
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        self._names = [self._own.name, (await child.stdout.readline()).decode().strip()]
+        # What is mapped shows when the watcher looks, a second after the start.
+        await asyncio.sleep(2)
+        return StageFacts()
+
+    def text(self, task: Task) -> str:
+        return json.dumps(self._names)
 
 
 class Unloadable(Plain):

@@ -27,6 +27,7 @@ from omni_grpc.v1 import service_pb2
 from tests.support import ENVIRONMENT, ROOT, client, stub_of
 
 BIN = Path(sys.executable).parent
+Command = Sequence[str | Path]
 HOST_MODULE = "omni_grpc.stages.host"
 
 
@@ -83,6 +84,18 @@ def health_stub(channel: grpc.aio.Channel) -> Any:
     return health_pb2_grpc.HealthStub(channel)
 
 
+def health_check(port: int, service: str, timeout: float = 5) -> str:
+    """What a plain Check says, as a kubelet asks; the status code's name if it fails."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code.name
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
 class ServerProcess:
     """`omni-grpc serve` on a free port. Its log is kept, and nothing of it outlives the `with`."""
 
@@ -91,7 +104,9 @@ class ServerProcess:
         *pipelines: PipelineConfig | str,
         arguments: Sequence[str] = ("--port", "0"),
         environment: Mapping[str, str] | None = None,
+        wrap: Callable[[Command], tuple[Command, Mapping[str, str]]] | None = None,
     ) -> None:
+        """`wrap` makes of the command line another one, and all its variables."""
         # Not below pytest's folder: paths of sockets are short.
         self._home = tempfile.TemporaryDirectory(prefix="ot-")
         self._log = Path(self._home.name) / "server.log"
@@ -99,13 +114,21 @@ class ServerProcess:
         """Its TMPDIR."""
         self.folder.mkdir()
         named = [option for one in pipelines for option in ("--pipeline", self._reference(one))]
+        command: Command = [BIN / "omni-grpc", "serve", *named, *arguments]
+        own: Mapping[str, str] = {
+            **os.environ,
+            "TMPDIR": str(self.folder),
+            **(environment or {}),
+        }
+        if wrap is not None:
+            command, own = wrap(command)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [BIN / "omni-grpc", "serve", *named, *arguments],
+                command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "TMPDIR": str(self.folder), **(environment or {})},
+                env=own,
                 cwd=ROOT,
             )
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -164,6 +165,49 @@ async def test_client_that_reads_slowly_gets_all_before_the_end() -> None:
         await asyncio.wait_for(stopping, 5)
 
 
+async def test_requests_are_taken_until_the_drain_delay_is_over() -> None:
+    """As long as a balancer needs to see NOT_SERVING."""
+    async with serving(text_pipeline("delayed"), drain_delay=2.0) as running:
+        held = running.omni.AddRequest(ask(stage_params=[script(outputs=60, interval_ms=100)]))
+        await held.read()
+        began = time.monotonic()
+        stopping = asyncio.create_task(running.stop())
+        await asyncio.sleep(0)
+        assert await running.check("omni-readiness") == "NOT_SERVING"
+        while time.monotonic() < began + 1:
+            assert texts(await collect(running.omni, ask("still here"))) == "still here"
+        await asyncio.sleep(1.2)
+        assert (await refusal(running.omni)).reason == "DRAINING"
+        assert (await rest_of(held))[-1].HasField("finished")
+        await asyncio.wait_for(stopping, 5)
+
+
+async def test_server_that_never_served_has_no_drain_delay() -> None:
+    async with serving(text_pipeline("cold"), warm=False, drain_delay=60.0) as running:
+        await asyncio.wait_for(running.stop(), 5)
+
+
+async def test_calls_that_come_while_it_stops_are_refused_not_cancelled() -> None:
+    """CANCELLED is what gRPC makes of them by itself; a client's retry policy stops at that."""
+    with ServerProcess("echo") as server:
+        async with calling(server) as channel:
+            stub = service_pb2_grpc.OmniServiceStub(channel)
+
+            async def until_refused() -> grpc.StatusCode:
+                while True:
+                    call = stub.AddRequest(ask("a b", output_modalities=[TEXT]), timeout=20)
+                    try:
+                        await rest_of(call)
+                    except grpc.aio.AioRpcError as error:
+                        return error.code()
+
+            callers = [asyncio.create_task(until_refused()) for _ in range(32)]
+            await asyncio.sleep(0.5)
+            server.process.terminate()
+            assert set(await asyncio.gather(*callers)) == {grpc.StatusCode.UNAVAILABLE}
+        assert await exit_status(server) == 0
+
+
 async def test_replica_that_does_not_close_is_killed() -> None:
     async with serving(python_stage("slow-close", "SlowClose"), stop_timeout=1.0) as running:
         (replica,) = replicas("slow-close", "text")
@@ -275,6 +319,23 @@ async def test_killed_replica_takes_its_grandchildren_along() -> None:
         await eventually(lambda: running.server.engine.pools[0].ready_replicas, 10)
         again = json.loads(texts(await collect(running.omni)))
         assert not set(again) & set(started)
+
+
+@pytest.mark.parametrize("victim", ["server", "replica", "nobody"])
+async def test_shared_memory_of_a_replica_goes_with_it(victim: str) -> None:
+    with ServerProcess(python_stage("sharing", "Sharing")) as server:
+        async with calling(server) as channel:
+            names = json.loads(texts(await collect(stub_of(channel))))
+        files = [Path("/dev/shm") / name.lstrip("/") for name in names]
+        assert len(files) == 2 and all(file.exists() for file in files)
+        match victim:
+            case "server":
+                server.process.kill()
+            case "replica":
+                replicas("sharing", "text", server.pid)[0].kill()
+            case "nobody":
+                assert await asyncio.to_thread(server.end) == 0
+        await eventually(lambda: not any(file.exists() for file in files), 10)
 
 
 async def test_killed_watcher_does_not_end_its_replica() -> None:

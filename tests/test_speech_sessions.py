@@ -12,6 +12,7 @@ import soxr
 
 from omni_grpc.server import Server
 from omni_grpc.v1 import common_pb2, service_pb2
+from tests.real import ANSWER, letters
 from tests.samples import sound_file
 from tests.support import AUDIO, Response, collect, freed, sound, texts
 
@@ -99,10 +100,10 @@ async def test_two_turns_over_one_stream(voice: Any, voice_server: Server) -> No
         first = await talk.answer()
         await talk.say(await spoken(voice, "What is the capital of Italy?"))
         second = await talk.answer()
-    assert texts(first) == "The capital of France is Paris."
+    assert texts(first) == ANSWER
     # A small model: that it heard the question, and answers it, is what counts here.
     assert "Ital" in texts(second)
-    assert await heard(voice, sound(first)) == "The capital of France is Paris."
+    assert letters(await heard(voice, sound(first))) == letters(ANSWER)
     assert "Ital" in await heard(voice, sound(second))
     await freed(voice_server, within=10)
 
@@ -128,7 +129,7 @@ async def test_silence_is_answered_with_nothing_and_the_talk_goes_on(voice: Any)
         await talk.say(await spoken(voice, "What is the capital of France?"))
         answer = await talk.answer()
     assert texts(nothing) == "" and sound(nothing) == b""
-    assert texts(answer) == "The capital of France is Paris."
+    assert texts(answer) == ANSWER
 
 
 async def test_an_interrupted_answer_ends_and_the_next_turn_is_answered(

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from omni_grpc.v1 import output_pb2
+from tests.real import ANSWER, QUESTION
 from tests.support import TEXT, Response, collect, refusal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-QUESTION = "What is the capital of France?"
-ANSWER = "The capital of France is Paris."
 IDS = [504, 3575, 282, 4649, 314]  # "The capital of France is"
 OF = 282
 NAMES = {kind.number: kind.name for kind in output_pb2.FinishReason.DESCRIPTOR.values}

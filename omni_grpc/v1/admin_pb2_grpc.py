@@ -105,14 +105,15 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SleepStage(self, request, context):
-        """Frees a stage's device memory until it is woken.
+        """Frees a stage's device memory until it is woken. New work is kept away at once, what runs may
+        finish first (60 s at most). A replica that cannot sleep takes work as before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeStage(self, request, context):
-        """Wakes a sleeping stage.
+        """Wakes a sleeping stage; replicas that woke take work again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,7 +134,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops admitting requests and lets the running ones finish.
+        """Stops admitting requests, after the server's drain delay, and lets the running ones finish.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
 
@@ -139,7 +139,8 @@ def decode_error(error: grpc.aio.AioRpcError) -> OmniCallError:
     trailers = dict(error.trailing_metadata() or ())
     reason, retry_after = "", None
     violations: tuple[Violation, ...] = ()
-    for detail in _status(trailers.get(DETAILS_KEY)).details:
+    status = _status(trailers.get(DETAILS_KEY))
+    for detail in status.details:
         info, request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
         retry = error_details_pb2.RetryInfo()
         if detail.Unpack(info):
@@ -148,10 +149,14 @@ def decode_error(error: grpc.aio.AioRpcError) -> OmniCallError:
             violations = tuple(Violation(v.field, v.description) for v in request.field_violations)
         elif detail.Unpack(retry):
             retry_after = retry.retry_delay.ToTimedelta().total_seconds()
-    code = error.code().name
+    code, message = error.code().name, error.details() or ""
+    if reason:
+        # A proxy may reset a call that the server has ended before the client half-closed. gRPC
+        # then says CANCELLED, over the status that did come.
+        code, message = code_pb2.Code.Name(status.code), status.message
     return OmniCallError.by_code.get(code, OmniCallError)(
         code,
-        error.details() or "",
+        message,
         reason=reason,
         violations=violations,
         retry_after=retry_after,

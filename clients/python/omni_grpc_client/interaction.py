@@ -15,7 +15,7 @@ from omni_grpc.v1 import service_pb2
 from omni_grpc.v1.prompt_pb2 import Media
 from omni_grpc.v1.service_pb2 import SubmitInteractionRequest
 from omni_grpc_client.errors import ProtocolError, decode_error
-from omni_grpc_client.events import Event, decode_event
+from omni_grpc_client.events import Event, Finished, decode_event
 from omni_grpc_client.feed import Content, build_chunk
 from omni_grpc_client.media import AudioFormat
 from omni_grpc_client.notices import Interrupted, Notice, UpdateRejected, decode_notice
@@ -129,7 +129,13 @@ class Interaction:
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.write(message)
 
+    async def _half_close(self) -> None:
+        async with self._turn:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._call.done_writing()
+
     async def _read(self) -> AsyncGenerator[SessionItem, None]:
+        finished = False
         try:
             async for message in self._messages:
                 if (item := self._order.item(message)) is None:
@@ -138,10 +144,16 @@ class Interaction:
                     self.epoch = item.epoch
                 elif isinstance(item, UpdateRejected):
                     self.next_seq = min(self.next_seq, item.seq)
+                elif isinstance(item, Finished):
+                    finished = True
+                    # Some proxies break off a call that ends before its client has half-closed.
+                    await self._half_close()
                 yield item
             self._order.end()
         except grpc.aio.AioRpcError as error:
-            raise decode_error(error) from None
+            failure = decode_error(error)
+            if failure.reason or not finished:
+                raise failure from None
 
 
 class SessionOrder:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.exceptions import VLLMClientError
 from vllm.renderers.hf import HfRenderer, _resolve_chat_template_kwargs, resolve_chat_template
 from vllm.renderers.params import ChatParams, TokenizeParams
 
@@ -19,6 +18,7 @@ from omni_grpc import types as t
 from omni_grpc.errors import InvalidField, PromptTooLong
 from omni_grpc.stages.vllm.media import Item, MediaReader
 from omni_grpc.stages.vllm.params import refusal, unsupported
+from omni_grpc.stages.vllm.versions import VLLMClientError, process_for_engine
 
 _TEMPLATE_ONLY = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _OPTIONS: dict[str, tuple[str, ...]] = {
@@ -46,10 +46,17 @@ _FLOATS = {
 
 
 class PromptRenderer:
-    """Renders prompts with vLLM's own renderer. `chat`: whether text gets the chat template."""
+    """Renders prompts with vLLM's own renderer. `chat`: whether text gets the chat template;
+    `system`: the system message of chats that bring none (None: the template's own)."""
 
     def __init__(
-        self, renderer: Any, model_config: Any, media: MediaReader, *, chat: bool | None
+        self,
+        renderer: Any,
+        model_config: Any,
+        media: MediaReader,
+        *,
+        chat: bool | None,
+        system: str | None = None,
     ) -> None:
         self._renderer = renderer
         self._model = model_config
@@ -59,6 +66,7 @@ class PromptRenderer:
         if chat is None:
             chat = bool(getattr(renderer.get_tokenizer(), "chat_template", None))
         self._chat = chat
+        self._system = [{"role": "system", "content": system}] if system else []
 
     @property
     def chat(self) -> bool:
@@ -140,6 +148,8 @@ class PromptRenderer:
     ) -> Any:
         self._check_options("chat", options)
         params = ChatParams(chat_template_kwargs=self._variables(options))
+        if turns and turns[0]["role"] != "system":
+            turns = [*self._system, *turns]
         _, prompt = await self._renderer.render_messages_async(turns, params)
         return await self._process(prompt, options, items, chat=True)
 
@@ -153,7 +163,7 @@ class PromptRenderer:
             prompt["multi_modal_uuids"] = _by_modality((i.modality, i.key) for i in items)
         params = self._tokenize_params(options, chat=chat)
         (tokens,) = await self._renderer.tokenize_prompts_async([prompt], params)
-        return await self._renderer.process_for_engine_async(tokens, time.time(), tok_params=params)
+        return await process_for_engine(self._renderer, tokens, params)
 
     async def _render_embeds(
         self, embeds: t.Tensor, options: t.Tokenization, items: list[Item]

@@ -16,7 +16,6 @@ import msgspec
 from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
-from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -38,6 +37,7 @@ from omni_grpc.stages.vllm.params import (
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
 from omni_grpc.stages.vllm.pulse import Pulse
 from omni_grpc.stages.vllm.session import MARK, Session, joined
+from omni_grpc.stages.vllm.versions import VLLMClientError
 from omni_grpc.stages.vllm.worker import SessionWorker
 
 log = logging.getLogger("omni_grpc.replica")
@@ -45,12 +45,14 @@ log = logging.getLogger("omni_grpc.replica")
 
 class VllmStage(Stage[Submitted | Session]):
     """`engine_args` are AsyncEngineArgs, but for `chat`: whether `text` prompts get the chat
-    template (default: if the model has one)."""
+    template (default: if the model has one), and `system`: the system message of chats that bring
+    none (default: the template's own)."""
 
     def __init__(self, spec: StageSpec) -> None:
         super().__init__(spec)
         arguments = dict(spec.engine_args)
         self._chat: bool | None = arguments.pop("chat", None)
+        self._system: str | None = arguments.pop("system", None)
         if spec.lora_adapters:
             arguments.setdefault("enable_lora", True)
         # Without it, templates that take strings would put all media in front of the text.
@@ -94,7 +96,7 @@ class VllmStage(Stage[Submitted | Session]):
             limits = dict(renderer.mm_processor.info.allowed_mm_limits)
             rate = renderer.mm_processor.data_parser.audio_resampler.target_sr
         media = MediaReader(self.spec, limits, int(rate) if rate else None)
-        return PromptRenderer(renderer, model, media, chat=self._chat)
+        return PromptRenderer(renderer, model, media, chat=self._chat, system=self._system)
 
     async def _warm_up(self) -> None:
         params = SamplingParams(max_tokens=4, temperature=0, output_kind=RequestOutputKind.DELTA)
@@ -290,6 +292,8 @@ class VllmStage(Stage[Submitted | Session]):
                 if arguments["media_cache"]:
                     await engine.reset_mm_cache()
             case "sleep":
+                if not engine.vllm_config.model_config.enable_sleep_mode:
+                    raise NotSupported("the stage was not started with enable_sleep_mode")
                 await engine.sleep(level=arguments["level"])
             case "wake":
                 await engine.wake_up()
@@ -311,7 +315,10 @@ class VllmStage(Stage[Submitted | Session]):
         adapter = LoRARequest(name, number, path)
         try:
             await self._engine.add_lora(adapter)
-        except (VLLMClientError, ValueError, RuntimeError) as error:
+        except EngineDeadError as error:
+            raise ReplicaDead("the engine is dead") from error
+        except Exception as error:
+            # What the engine core raised comes back as a bare Exception with its text.
             raise InvalidField("path", f"is no adapter that fits: {error}") from None
         self._adapters[name] = adapter
 
