@@ -64,8 +64,16 @@ class HeldCollector(Collector):
     def _of_replicas(self, stages: list[StageStatistics]) -> list[Metric]:
         metrics = _replica_metrics()
         counted = metrics["counted"]
+        queued = GaugeMetricFamily(
+            "omni_grpc_stage_waiting",
+            "Tasks that wait for a stage, as far as its engines tell.",
+            labels=["pipeline", "stage"],
+        )
         for stage in stages:
             # A shared stage is told once, under the first pipeline that uses it.
+            waiting = [w for s in stage.replicas if (w := s.load.own.waiting) is not None]
+            if waiting:
+                queued.add_metric([stage.pipelines[0], stage.stage], sum(waiting))
             for slot in stage.replicas:
                 labels = [stage.pipelines[0], stage.stage, str(slot.replica)]
                 for name, value in _replica_values(slot).items():
@@ -73,7 +81,7 @@ class HeldCollector(Collector):
                         metrics[name].add_metric(labels, value)
                 for counter, count in slot.load.own.counters.items():
                     counted.add_metric([*labels, counter], count)
-        return list(metrics.values())
+        return [*metrics.values(), queued]
 
 
 def _replica_values(slot: SlotStatistics) -> dict[str, float | None]:
