@@ -46,6 +46,8 @@ class ServerConfig(Frozen):
     health_port: Port | None = None
     """Port on `host` of grpc.health.v1 alone, in plain text and without tokens: kubelet's probes
     speak no TLS. None: health is served with all else only."""
+    metrics_port: Port | None = None
+    """Port on `host` of Prometheus metrics, plain and open to everybody; None: there is none."""
     insecure: bool = False
     """Whether an address that others can reach may be served in plain text."""
     tls: TlsConfig | None = None
