@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_grpc.errors import InternalError, OmniError, StageError
 from omni_grpc.ipc import Task
-from omni_grpc.replica import TaskHandle
+from omni_grpc.task import TaskHandle
 from omni_grpc.types import Payload, StageOutput
 
 if TYPE_CHECKING:

@@ -224,6 +224,9 @@ class ServerConfig(Frozen):
     """Longest time that a replica may take to stop before it is killed."""
     heartbeat_timeout: Annotated[float, Field(ge=2, le=3600)] = 30.0
     """A replica that shows no sign of life for so long is lost."""
+    abort_timeout: Seconds = 120.0
+    """Longest time that a replica may take to free a task that was aborted (a stage may have to
+    finish a step first). One that takes longer is stuck, and is lost."""
     media: MediaPolicy = MediaPolicy()
     ipc: Annotated[str, Field(pattern=r"^(ipc|tcp://[A-Za-z0-9.-]+)$")] = "ipc"
     """How replicas are reached: "ipc", or "tcp://ADDRESS" to listen on for them."""

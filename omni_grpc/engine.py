@@ -97,6 +97,8 @@ class Engine:
         pipeline = self._pipeline(request.pipeline)
         finals = pipeline.finals(request.output_modalities, "output_modalities")
         needed = pipeline.needed(finals)
+        for node in needed:
+            node.pool.check_loaded()
         check_prompt(request, pipeline)
         check_options(request.options, pipeline.entry)
         check_guidance(request.prompt, needed)

@@ -93,14 +93,14 @@ class Session:
         self._feeder: Feeder | None = None
 
     def __enter__(self) -> Session:
-        setup = SetupComplete(self.run.request_id, self.run.epoch)
+        setup = SetupComplete(self.run.request_id, self.run.delivery.epoch)
         if self._owner:
-            self.run.owned_by_session = True
-            self.run.put_notice(setup)
+            self.run.delivery.owned_by_session = True
+            self.run.delivery.put_notice(setup)
         else:
             self._tap = Outbox(self._limit)
             self._tap.put(Routed(setup, self._tap))
-            self.run.taps.append(self._tap)
+            self.run.delivery.taps.append(self._tap)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -109,7 +109,7 @@ class Session:
             # Synchronous on purpose: when the client left, an await here may never come back.
             self.run.close(AbortedByClient("the client left"))
         elif self._tap is not None:
-            self.run.taps.remove(self._tap)
+            self.run.delivery.taps.remove(self._tap)
 
     def _leave(self) -> None:
         if self._feeder is not None:
@@ -138,7 +138,7 @@ class Session:
 
     def _tell(self, notice: Notice) -> None:
         if self._tap is None:
-            self.run.put_notice(notice)
+            self.run.delivery.put_notice(notice)
         else:
             self._tap.put_urgent(Routed(notice, self._tap))
 

@@ -73,6 +73,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     lora_adapters: dict[str, str] = {}
     media: dict[str, Any] = {}
     """The server's MediaPolicy, as a mapping."""
+    silence_timeout: float = 30.0
+    """Seconds after which an engine that shows no sign of life is lost."""
 
 
 class Task(msgspec.Struct, frozen=True):

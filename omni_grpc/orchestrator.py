@@ -92,7 +92,7 @@ class Orchestrator:
     def notify(self, notice: Notice) -> None:
         """Tells every session."""
         for run in self._runs.values():
-            run.notify(notice)
+            run.delivery.notify(notice)
 
     async def idle(self) -> None:
         """Returns when no request runs."""

@@ -92,7 +92,7 @@ class Slot:
         self.replica = self._pool.make_replica(self.number, self._generation)
         async with self._pool.runtime.starts.turn(self._pool.config.device(self.number)):
             await self.replica.start()
-        self.was_ready = True
+        self.was_ready, self._pool.facts = True, self.replica.facts
         self._pool.changed()
 
     async def _supervise(self) -> None:
@@ -135,6 +135,8 @@ class StagePool:
         self._balancer = Balancer(config.balance)
         self.adapters = dict(config.lora_adapters)
         """LoRA adapters that requests may name, by path."""
+        self.facts = StageFacts()
+        """What the stage told of itself when it was loaded last; kept while replicas restart."""
         self._slots = [Slot(self, number) for number in range(config.replicas)]
         self._observers: list[Callable[[], None]] = []
 
@@ -147,11 +149,6 @@ class StagePool:
     def given_up(self) -> bool:
         """Whether a slot is beyond its restart budget."""
         return any(slot.given_up for slot in self._slots)
-
-    @property
-    def facts(self) -> StageFacts:
-        """What the stage told of itself when it was loaded."""
-        return next((slot.replica.facts for slot in self._slots if slot.replica), StageFacts())
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -176,6 +173,12 @@ class StagePool:
                     group.create_task(slot.start())
         except* StartError as failures:
             raise failures.exceptions[0] from None
+
+    def check_loaded(self) -> None:
+        """Raises StageUnavailable where no replica has been ready yet: what the stage can do is not
+        known."""
+        if not any(slot.was_ready for slot in self._slots):
+            raise self._unavailable()
 
     def acquire(self) -> Replica:
         """The ready replica that its policy picks. Raises StageUnavailable if there is none,
@@ -233,6 +236,7 @@ class StagePool:
             engine_args=placed_arguments(config, config.device(number)),
             lora_adapters=self.adapters,
             media=settings.media.model_dump(),
+            silence_timeout=settings.heartbeat_timeout,
         )
         socket = (
             self.runtime.folder / f"{self.pipeline[:20]}-{config.name[:20]}-{number}-{generation}"

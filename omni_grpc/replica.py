@@ -11,18 +11,13 @@ replica says that nothing of it is left.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import os
-import signal
-import sys
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq.asyncio
@@ -31,13 +26,10 @@ from omni_grpc.balance import estimate
 from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.errors import InternalError, OmniError, StageUnavailable, StartError
 from omni_grpc.ipc import (
-    CREDIT_STEP,
-    Abort,
     Admitted,
     Channel,
     Control,
     ControlDone,
-    Credit,
     Emitted,
     Ended,
     Fed,
@@ -50,7 +42,6 @@ from omni_grpc.ipc import (
     StageSpec,
     Start,
     StartFailed,
-    Steer,
     Stop,
     Submit,
     Taken,
@@ -58,24 +49,15 @@ from omni_grpc.ipc import (
     ToReplica,
     output_size,
 )
+from omni_grpc.process import ReplicaProcess, replica_environment
+from omni_grpc.task import TaskHandle, TaskSink, new_task_id
 from omni_grpc.types import (
-    InteractionEvent,
-    Params,
-    Payload,
-    Prompt,
     StageFacts,
-    StageOutput,
     StageStatistics,
     TextDelta,
 )
 
 log = logging.getLogger(__name__)
-
-_task_ids = itertools.count(1)
-PIPE_TIMEOUT_S = 5.0
-"""How long the last processes of a replica's group may take to go once they are killed."""
-LAST_LINES = 12
-"""How much of what a process printed is shown when it does not start."""
 
 
 class State(Enum):
@@ -85,84 +67,6 @@ class State(Enum):
     READY = "ready"
     STOPPING = "stopping"
     GONE = "gone"
-
-
-class TaskSink(Protocol):
-    """Who hears about a task. The methods are called on the event loop and do not raise."""
-
-    def on_admitted(self, prepare_ms: float) -> None:
-        """The task runs."""
-
-    def on_refused(self, error: OmniError) -> None:
-        """The task was not taken. The last word."""
-
-    def on_fed(self, number: int, error: OmniError | None) -> None:
-        """A numbered Feed was taken, or refused with `error` and left no trace."""
-
-    def on_taken(self, size: int) -> None:
-        """The stage took `size` bytes of what other stages fed it."""
-
-    def on_unsendable(self, error: OmniError) -> None:
-        """Input of the task could not be sent. It still runs."""
-
-    def on_output(self, output: StageOutput) -> None:
-        """The task gave something."""
-
-    def on_ended(self, error: OmniError | None) -> None:
-        """Nothing of the task is left in the replica. The last word."""
-
-    def on_lost(self) -> None:
-        """The replica is gone, and the task with it. The last word."""
-
-
-@dataclass(slots=True, eq=False)
-class TaskHandle:
-    """A task that a replica holds."""
-
-    id: int
-    replica: Replica
-    sink: TaskSink
-    work: float
-    """What it was taken to be when it was sent, less what it has given since."""
-    _owed: int = field(default=0, init=False)
-    """Bytes of output that were taken and not yet credited."""
-    held: bool = field(default=False, init=False)
-    """While true, credit is kept back, so that the stage pauses when its window is full."""
-
-    def feed(
-        self,
-        payload: Payload | None = None,
-        *,
-        prompt: Prompt | None = None,
-        params: Params | None = None,
-        end_of_segment: bool = False,
-        end: bool = False,
-        number: int | None = None,
-    ) -> None:
-        """Sends more input. `end`: there is no more after it. With a `number` the sink hears what
-        became of it."""
-        self.replica.send(Feed(self.id, number, payload, prompt, params, end_of_segment, end))
-
-    def steer(self, event: InteractionEvent) -> None:
-        """Sends an event; the sink hears what becomes of it in outputs with `event` set."""
-        self.replica.send(Steer(self.id, event))
-
-    def abort(self) -> None:
-        """Asks the replica to stop the task; the sink's last word comes when all is freed."""
-        self.replica.send(Abort(self.id))
-
-    def release_credit(self) -> None:
-        """Lets the stage go on: gives back what was held."""
-        self.held = False
-        if self._owed:
-            self.replica.send(Credit(self.id, self._owed))
-            self._owed = 0
-
-    def owe(self, size: int) -> None:
-        """Counts output that came; credits it in steps, unless held."""
-        self._owed += size
-        if self._owed >= CREDIT_STEP and not self.held:
-            self.release_credit()
 
 
 @dataclass(slots=True, frozen=True)
@@ -203,10 +107,9 @@ class Replica:
         self._ready = self._loop.create_future()
         self._gone = asyncio.Event()
         self._channel: Channel[ToReplica, FromReplica] | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        stage_log = logging.getLogger(f"omni_grpc.stage.{spec.stage}")
+        self._process = ReplicaProcess(self.name, stage_log)
         self._helpers: list[asyncio.Task[None]] = []
-        self._relay: asyncio.Task[None] | None = None
-        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
 
     @property
     def name(self) -> str:
@@ -258,22 +161,9 @@ class Replica:
     async def _spawn(self) -> None:
         self._channel = Channel.bind(self._context, self._address, FromReplica)
         self._channel.repair = self._repaired
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "omni_grpc.stages.host",
-            str(os.getpid()),
-            self._channel.endpoint,
-            env=replica_environment(self._config, self.spec.device),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            # Leader of its own process group: it and all that it starts can be killed as one.
-            start_new_session=True,
-        )
-        self._relay = asyncio.create_task(self._relay_log())
+        environment = replica_environment(self._config, self.spec.device)
+        await self._process.spawn(self._channel.endpoint, environment)
         self._helpers += [
-            self._relay,
             asyncio.create_task(self._receive()),
             asyncio.create_task(self._watch_exit()),
         ]
@@ -293,22 +183,16 @@ class Replica:
         await self._kill()
 
     async def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._kill_group()
-            await self._process.wait()
+        await self._process.gone()
         self._lose("was stopped")
-        if self._relay is not None:
-            # The last of its process group closes the pipe: then nothing of it is left.
-            await asyncio.wait([self._relay], timeout=PIPE_TIMEOUT_S)
         for helper in self._helpers:
             helper.cancel()
         await asyncio.gather(*self._helpers, return_exceptions=True)
         self._close_channel()
 
-    def _kill_group(self) -> None:
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+    def kill(self) -> None:
+        """Kills the process and all that it started; what it holds is lost."""
+        self._process.kill()
 
     def _lose(self, why: str) -> None:
         """The one way into GONE. Idempotent."""
@@ -318,7 +202,7 @@ class Replica:
             log.warning("replica %s %s; it held %d tasks", self.name, why, self.running)
         self.state = State.GONE
         if not self._ready.done():
-            said = "".join(f"\n  {line}" for line in self._last_lines)
+            said = "".join(f"\n  {line}" for line in self._process.last_lines)
             self._ready.set_exception(StartError(f"stage {self.name}: the process {why}{said}"))
         tasks, self._tasks = self._tasks, {}
         calls, self._calls = self._calls, {}
@@ -337,39 +221,32 @@ class Replica:
             self._channel = None
 
     async def _watch_exit(self) -> None:
-        assert self._process is not None
-        status = await self._process.wait()
+        how = await self._process.ended()
         if not self._ready.done():
             # Its own account of a failed start may still be on the way.
             await asyncio.wait([self._ready], timeout=1.0)
-        how = f"was ended by {_signal_name(-status)}" if status < 0 else f"exited with {status}"
         self._lose(how)
 
     async def _watch_signs(self) -> None:
-        limit = self._settings.heartbeat_timeout
+        """Kills a replica that shows no sign of life, or does not free what was aborted."""
+        silence, abort = self._settings.heartbeat_timeout, self._settings.abort_timeout
         while self.state is State.READY:
-            await asyncio.sleep(limit / 4)
-            if self._loop.time() - self._last_sign > limit and self._process is not None:
-                log.error("replica %s: no sign of life for %g s", self.name, limit)
-                self._kill_group()
-                return
+            await asyncio.sleep(min(silence, abort) / 4)
+            if self._loop.time() - self._last_sign > silence:
+                log.error("replica %s: no sign of life for %g s", self.name, silence)
+            elif self._holds_aborted(abort):
+                log.error("replica %s: an aborted task is not free after %g s", self.name, abort)
+            else:
+                continue
+            self.kill()
+            return
 
-    async def _relay_log(self) -> None:
-        """Passes what the process prints on to the server's log, line by line, with its name."""
-        assert self._process is not None and self._process.stdout is not None
-        logger, rest = logging.getLogger(f"omni_grpc.stage.{self.spec.stage}"), b""
-        while chunk := await self._process.stdout.read(1 << 16):
-            *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
-            rest = rest[-(1 << 16) :]
-            self._log_lines(logger, lines)
-        self._log_lines(logger, [rest])
-
-    def _log_lines(self, logger: logging.Logger, lines: list[bytes]) -> None:
-        for line in lines:
-            if line.strip():
-                text = line.decode(errors="replace").rstrip()
-                self._last_lines.append(text)
-                logger.info("[%s] %s", self.name, text)
+    def _holds_aborted(self, seconds: float) -> bool:
+        horizon = self._loop.time() - seconds
+        return any(
+            handle.aborted_at is not None and handle.aborted_at < horizon
+            for handle in self._tasks.values()
+        )
 
     # ------------------------------------------------------------ tasks
 
@@ -379,7 +256,7 @@ class Replica:
         if self.state is not State.READY:
             raise StageUnavailable(f"replica {self.name} is {self.state.value}")
         work = estimate(task.params, task.prompt)
-        handle = self._tasks[task.id] = TaskHandle(task.id, self, sink, work)
+        handle = self._tasks[task.id] = TaskHandle(task.id, self.send, sink, work)
         self._sent_work += work
         self.send(Submit(task))
         return handle
@@ -389,7 +266,7 @@ class Replica:
         StageUnavailable where the replica is not READY, or is lost."""
         if self.state is not State.READY:
             raise StageUnavailable(f"replica {self.name} is {self.state.value}")
-        call = next(_task_ids)
+        call = new_task_id()
         answer = self._calls[call] = self._loop.create_future()
         try:
             self.send(Control(call, command, arguments))
@@ -427,7 +304,7 @@ class Replica:
             except msgspec.MsgspecError:
                 # Whatever was in it is lost, and with it the order of every task.
                 log.exception("replica %s sent what cannot be read", self.name)
-                self._kill_group()
+                self.kill()
                 return
             self._last_sign = self._loop.time()
             for message in messages:
@@ -484,29 +361,3 @@ class Replica:
                         answer.set_exception(OmniError.from_record(record))
             case _:
                 log.error("replica %s sent %s", self.name, type(message).__name__)
-
-
-def new_task_id() -> int:
-    """An id that no task of this server had before."""
-    return next(_task_ids)
-
-
-def replica_environment(config: StageConfig, device: str) -> Mapping[str, str]:
-    """Environment of a replica process: the server's, its own devices and threads, its stage's
-    variables."""
-    kind, _, numbers = device.partition(":")
-    environment = dict(os.environ)
-    environment["PYTHONUNBUFFERED"] = "1"
-    # "" hides every device: a CPU replica cannot touch a GPU by accident.
-    environment["CUDA_VISIBLE_DEVICES"] = numbers if kind == "cuda" else ""
-    if config.threads is not None:
-        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-            environment[variable] = str(config.threads)
-    return environment | config.environment
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -13,7 +13,7 @@ from omni_grpc.errors import InternalError, OmniError
 from omni_grpc.ipc import WINDOW_BYTES, payload_size
 from omni_grpc.outbox import Cutter
 from omni_grpc.pipelines.bridges import Bridge
-from omni_grpc.replica import TaskHandle
+from omni_grpc.task import TaskHandle
 from omni_grpc.topology import StageNode
 from omni_grpc.types import Params, Payload, Prompt, StageOutput
 

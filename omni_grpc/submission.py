@@ -27,7 +27,7 @@ from omni_grpc.pipelines.transforms import (
     Transformed,
 )
 from omni_grpc.plan import Plan
-from omni_grpc.replica import new_task_id
+from omni_grpc.task import new_task_id
 from omni_grpc.topology import StageNode
 from omni_grpc.types import Message, Params, Prompt, RequestOptions
 

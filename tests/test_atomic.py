@@ -115,7 +115,7 @@ async def untouched(server: Server, opened: Opened, tasks: int) -> None:
     await eventually(lambda: not list(root.glob("*")), 5)
     for run in opened.runs:
         assert run.closed and not run.artifacts.directories
-        assert all(timer.cancelled() for timer in run._timers.values())
+        assert run.watch.stopped
         await asyncio.wait_for(run.released(), 5)
     await asyncio.wait_for(engine.orchestrator.idle(), 5)
     await eventually(lambda: len(asyncio.all_tasks()) <= tasks, 5)
@@ -318,7 +318,7 @@ async def _die(server: Server) -> None:
     pool = next(pool for pool in server.engine.pools if pool.config.name == "thinker")
     for slot in pool._slots:
         assert slot.replica is not None
-        slot.replica._kill_group()
+        slot.replica.kill()
     await eventually(lambda: not pool.ready_replicas, 5)
 
 
@@ -390,7 +390,7 @@ async def test_success_cannot_become_an_error(server: Server, engine: Engine) ->
             outcomes = await engine.abort([request.request_id])
             assert outcomes == [AbortOutcome.ALREADY_FINISHED]
         elif late == "deadline":
-            run._expire()
+            run.watch.expire()
         else:
             engine.orchestrator.close_all(InternalError("all"))
         assert await run.next() is None

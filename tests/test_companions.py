@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from omni_grpc import params as params_module
-from omni_grpc import run as run_module
+from omni_grpc import watch
 from omni_grpc.config import PipelineConfig
 from omni_grpc.engine import Engine
 from omni_grpc.errors import InternalError
@@ -424,7 +424,7 @@ async def test_a_companion_that_breaks_ends_its_parent(
     stub: Any, server: Server, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     values, code, reason = BROKEN[how]
-    monkeypatch.setattr(run_module, "GROUP_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(watch, "GROUP_TIMEOUT_S", 0.3)
     responses, error = await broken_off(
         stub,
         wish(("fine", "x", PLAIN), ("broken", "y", values), stage_params=thinking(outputs=1)),
@@ -443,7 +443,7 @@ async def test_a_companion_that_dies_before_any_output(stub: Any) -> None:
 
 
 async def test_a_slow_companion_is_waited_for(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "GROUP_TIMEOUT_S", 10)
+    monkeypatch.setattr(watch, "GROUP_TIMEOUT_S", 10)
     slow = ("slow", "x", {"outputs": 2, "first_ms": 700.0})
     responses = await collect(stub, wish(slow, stage_params=thinking(outputs=1)))
     assert drawn(responses) == ("word0 ", [["slow", "word0 word1 "]])
@@ -463,7 +463,7 @@ async def test_a_group_is_tried_again_as_a_whole(serve: Serve, sent: Sent) -> No
     pool = next(p for p in served.server.engine.pools if p.config.name == "thinker")
     replicas = [slot.replica for slot in pool._slots]
     (held,) = [replica for replica in replicas if replica is not None and replica.running]
-    held._kill_group()
+    held.kill()
     responses = await collecting
     assert events(responses).count("accepted") == 1
     prompt, ((one, told), two) = drawn(responses)
@@ -493,7 +493,7 @@ async def test_a_parent_that_ends_ends_its_companions(stub: Any, server: Server,
     if how != "errors":
         await eventually(lambda: running(server)["thinker"] == expected, 5)
     if "abort" in how:
-        await eventually(lambda: server.engine.orchestrator.find("ends")._emitted, 5)
+        await eventually(lambda: server.engine.orchestrator.find("ends").delivery.emitted, 5)
         await stub.Abort(service_pb2.AbortRequest(request_ids=["ends"]))
         assert in_flight(server) == 0, "it answers when all is free"
     elif how == "cancelled":
@@ -665,7 +665,7 @@ def _own(error: RichError) -> str:
 async def test_random_schedules(
     stub: Any, server: Server, monkeypatch: pytest.MonkeyPatch, count: int, deadly: bool
 ) -> None:
-    monkeypatch.setattr(run_module, "GROUP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(watch, "GROUP_TIMEOUT_S", 0.5)
     dice = random.Random(20 + deadly)
     schedules = [Schedule(dice, n, deadly=deadly) for n in range(count)]
     tasks = len(asyncio.all_tasks())

@@ -17,7 +17,9 @@ from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.errors import ConfigError, MediaBudget, QueueFull, TenantBudget
 from omni_grpc.placement import Starts, check_memory, devices_of, width_of
 from omni_grpc.types import DiffusionParams, Prompt, SamplingParams, Text
+from omni_grpc.v1 import service_pb2
 from tests.conftest import Serve
+from tests.streaming import Feeding, opened
 from tests.support import (
     ask,
     collect,
@@ -52,6 +54,28 @@ async def test_a_request_that_gave_nothing_goes_to_another_replica(serve: Serve)
     answers = await asyncio.gather(*calls)
     assert [texts(answer) for answer in answers] == ["one two"] * 6
     assert all([r.seq for r in answer] == list(range(len(answer))) for answer in answers)
+
+
+async def test_a_replica_that_restarts_does_not_change_what_the_stage_can_do(serve: Serve) -> None:
+    config = echo(replicas=2, restart={"backoff": 0.05, "max_backoff": 10.0})
+    slow_start = config.model_dump()
+    for stage in slow_start["stages"]:
+        stage["engine_args"] |= {"load_s": 1.0}
+    served = await serve(type(config).model_validate(slow_start))
+    before = await served.stub.GetServerInfo(service_pb2.GetServerInfoRequest())
+    for pool in served.server.engine.pools:
+        replica = pool.slots[0].replica
+        assert replica is not None
+        replica.kill()
+        await replica.gone()
+    await eventually(lambda: all(pool.slots[0].restarts for pool in served.server.engine.pools), 5)
+    assert {pool.ready_replicas for pool in served.server.engine.pools} == {1}
+    during = await served.stub.GetServerInfo(service_pb2.GetServerInfoRequest())
+    assert during.pipelines[0].capabilities == before.pipelines[0].capabilities
+    assert list(during.pipelines[0].outputs) == list(before.pipelines[0].outputs)
+    async with opened(served.stub, prompt={"text": "still there"}) as request:
+        await (await Feeding(served.stub, request.id).attach()).close()
+        assert texts(await request.finished()) == "still there"
 
 
 async def test_a_request_is_retried_once_only(serve: Serve) -> None:

@@ -271,7 +271,7 @@ async def test_what_waits_for_a_slow_listener_is_bounded(serve: Serve) -> None:
         run = served.server.engine.orchestrator.find(id_of(owner))
         async with attached(stub_of(channel), id_of(owner), outputs=True) as slow:
             slow.pause()
-            [tap], most = run.taps, 0
+            [tap], most = run.delivery.taps, 0
             while not owner.over:
                 most = max(most, tap.bytes)
                 await asyncio.sleep(0)

@@ -360,7 +360,7 @@ async def test_leaving_while_it_transforms(
     elif how == "cancel":
         call.cancel()
     elif how == "the pipelines longest":
-        run._expire()
+        run.watch.expire()
     async with asyncio.timeout(3):
         code = await reading
     assert code in (S.CANCELLED, S.DEADLINE_EXCEEDED)

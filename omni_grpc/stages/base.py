@@ -197,7 +197,8 @@ class Stage(ABC, Generic[Prepared]):
         raise NotSupported(f"engine {self.spec.engine!r} does not support {command!r}")
 
     def statistics(self) -> StageStatistics:
-        """The present load; None for what is not known."""
+        """The present load; None for what is not known. Called with every heartbeat: raises
+        ReplicaDead where the engine cannot go on."""
         return StageStatistics()
 
     async def close(self) -> None:

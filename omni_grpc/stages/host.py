@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import uvloop
@@ -56,7 +56,13 @@ from omni_grpc.ipc import (
 )
 from omni_grpc.stages import guard, registry
 from omni_grpc.stages.base import Inputs, ReplicaDead, Stage
-from omni_grpc.types import EventChange, EventState, InteractionEvent, StageOutput
+from omni_grpc.types import (
+    EventChange,
+    EventState,
+    InteractionEvent,
+    StageOutput,
+    StageStatistics,
+)
 
 log = logging.getLogger("omni_grpc.replica")
 
@@ -231,9 +237,7 @@ class Host:
                 # By Abort: the server knows, and hears that all is freed.
                 error = InternalError("aborted")
         except ReplicaDead:
-            log.exception("the stage cannot go on")
-            # At once and without a word about its tasks: the server answers them all alike.
-            os._exit(1)
+            _die()
         except Exception:
             error = self._failed("raised")
         finally:
@@ -325,14 +329,31 @@ class Host:
 
     async def _beat(self) -> None:
         while True:
-            self._channel.send(Heartbeat(len(self._jobs), self._stage.statistics()))
+            self._channel.send(Heartbeat(len(self._jobs), self._statistics()))
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _statistics(self) -> StageStatistics:
+        try:
+            return self._stage.statistics()
+        except ReplicaDead:
+            _die()
+        except Exception:
+            # What it counts is not worth the tasks that run.
+            log.exception("stage %s: its statistics", self._stage.spec.stage)
+        return StageStatistics()
 
     async def _end_all(self) -> None:
         runners = [job.runner for job in self._jobs.values() if job.runner]
         for runner in runners:
             runner.cancel()
         await asyncio.gather(*runners, *self._controls, return_exceptions=True)
+
+
+def _die() -> NoReturn:
+    """Ends the process at once and without a word about its tasks: the server answers them all
+    alike."""
+    log.exception("the stage cannot go on")
+    os._exit(1)
 
 
 def _cancelled_for_real() -> bool:

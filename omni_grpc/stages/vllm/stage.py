@@ -36,6 +36,7 @@ from omni_grpc.stages.vllm.params import (
     unsupported,
 )
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
+from omni_grpc.stages.vllm.pulse import Pulse
 from omni_grpc.stages.vllm.session import MARK, Session, joined
 from omni_grpc.stages.vllm.worker import SessionWorker
 
@@ -76,6 +77,7 @@ class VllmStage(Stage[Submitted | Session]):
         for adapter in self._adapters.values():
             await self._engine.add_lora(adapter)
         await self._warm_up()
+        self._pulse = Pulse(self._engine, self.spec.silence_timeout)
         versions = {name: metadata.version(name) for name in ("torch", "transformers")}
         return t.StageFacts(
             context_tokens=self._context,
@@ -314,6 +316,8 @@ class VllmStage(Stage[Submitted | Session]):
         self._adapters[name] = adapter
 
     def statistics(self) -> t.StageStatistics:
+        if self._pulse.stopped:
+            raise ReplicaDead("the engine core is gone, or stands still")
         # The work that is left is the server's to count: it sees every token that leaves.
         return t.StageStatistics(counters=self._counters())
 
@@ -326,6 +330,8 @@ class VllmStage(Stage[Submitted | Session]):
         return {"media_cache_hits": found.hits, "media_cache_queries": found.total}
 
     async def close(self) -> None:
+        if hasattr(self, "_pulse"):
+            await self._pulse.close()
         if hasattr(self, "_engine"):
             self._engine.shutdown()
 

@@ -1,0 +1,115 @@
+"""The clocks of one request: its deadline, the silence of its stages, the absence of its input."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from omni_grpc.errors import DeadlineExceeded, InputTimeout, OmniError, StageTimeout
+from omni_grpc.graph import Graph
+from omni_grpc.lane import Lane
+from omni_grpc.plan import Plan
+from omni_grpc.stage_run import StageRun
+
+GROUP_TIMEOUT_S = 120.0
+"""Longest wait of a request for its companions, once its own stage 0 has ended."""
+
+
+class Watch:
+    """Ends the request (`close`) when something takes too long. One timer per clock; `stop` stops
+    them all."""
+
+    def __init__(
+        self, plan: Plan, graph: Graph, lane: Lane | None, close: Callable[[OmniError], None]
+    ) -> None:
+        self._plan = plan
+        self._graph = graph
+        self._lane = lane
+        self._close = close
+        self._loop = asyncio.get_running_loop()
+        self.deadline_at = self._loop.time() + plan.timeout_s
+        self._touched_at = self._loop.time()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._resting = False
+        self._later("deadline", plan.timeout_s, self.expire)
+        self._later("silence", self._silence_step(), self._watch_silence)
+
+    def _later(self, name: str, delay: float, call: Callable[[], None]) -> None:
+        if name in self._timers:
+            self._timers[name].cancel()
+        self._timers[name] = self._loop.call_later(delay, call)
+
+    def rest(self) -> None:
+        """All outputs are there: only the deadline counts, for their reader."""
+        self._resting = True
+        for name, timer in self._timers.items():
+            if name != "deadline":
+                timer.cancel()
+
+    def stop(self) -> None:
+        """The request ended: nothing is too late any more."""
+        self._resting = True
+        for timer in self._timers.values():
+            timer.cancel()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no clock runs."""
+        return all(timer.cancelled() for timer in self._timers.values())
+
+    def expire(self) -> None:
+        """The deadline passed."""
+        self._close(DeadlineExceeded("the request's deadline passed"))
+
+    def touched(self) -> None:
+        """Input came, or an answer."""
+        self._touched_at = self._loop.time()
+
+    # ------------------------------------------------------------ stages
+
+    def _silence_step(self) -> float:
+        return min(node.config.stage_timeout for node in self._plan.needed) / 4
+
+    def _watch_silence(self) -> None:
+        """Ends a request of which a stage that has input to work on has said nothing for its
+        `stage_timeout`."""
+        now = self._loop.time()
+        for stage in self._graph:
+            limit = stage.node.config.stage_timeout
+            if self._works(stage) and now - stage.heard_at > limit:
+                name = stage.node.name
+                self._close(StageTimeout(f"stage {name!r} gave nothing for {limit:g} s"))
+                return
+        self._later("silence", self._silence_step(), self._watch_silence)
+
+    def _works(self, stage: StageRun) -> bool:
+        """Whether it is this stage's turn: it holds a task, is not held back, and waits neither for
+        another stage nor for the client."""
+        if not stage.holds or stage.handle is None or stage.handle.held:
+            return False
+        if stage is self._graph.entry:
+            return self._lane is None or self._lane.answering(stage.answered)
+        return stage.input_complete or stage.congested
+
+    def group(self) -> None:
+        """Stage 0 has ended: its companions may not take for ever."""
+        self._later("group", GROUP_TIMEOUT_S, self._group_late)
+
+    def _group_late(self) -> None:
+        if not self._graph.group.handed_on:
+            self._close(StageTimeout("guidance companions did not finish in time"))
+
+    # ------------------------------------------------------------ input
+
+    def input(self) -> None:
+        """Ends a request whose input stays away for `input_timeout` while nothing else happens.
+        From now on."""
+        if self._lane is None or self._lane.ended or self._resting:
+            return
+        limit = self._plan.pipeline.config.input_timeout
+        idle = self._loop.time() - self._touched_at
+        answering = any(stage.answered < self._lane.segments for stage in self._graph)
+        if idle >= limit and self._lane.waits and not answering:
+            self._close(InputTimeout(f"no input came for {limit:g} s"))
+        else:
+            self._later("input", max(limit - idle, limit / 20), self.input)
