@@ -3,6 +3,7 @@ all that they started."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -113,12 +114,8 @@ class Measured:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         for left in family:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
-            except psutil.NoSuchProcess:
-                pass

@@ -43,9 +43,13 @@ class GrpcAdapter(Adapter):
     """What the gRPC protocols share."""
 
     async def open(self, target: str) -> None:
-        self.channel = grpc.aio.insecure_channel(target)
+        # Servers take half a minute to listen: try again soon, not after twice as long each time.
+        options = [
+            ("grpc.max_reconnect_backoff_ms", 500),
+            ("grpc.initial_reconnect_backoff_ms", 500),
+        ]
+        self.channel = grpc.aio.insecure_channel(target, options)
         self._ids = (f"{uuid.uuid4().hex[:8]}-{number}" for number in itertools.count())
-        await self.channel.channel_ready()
 
     async def close(self) -> None:
         await self.channel.close()

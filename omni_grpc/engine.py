@@ -30,6 +30,7 @@ from omni_grpc.config import ServerConfig
 from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, PipelineNotFound
 from omni_grpc.lane import Chunk, Feeder, Lane, Summary
 from omni_grpc.orchestrator import AbortOutcome, Orchestrator
+from omni_grpc.outbox import Outbox
 from omni_grpc.params import merge
 from omni_grpc.plan import Plan
 from omni_grpc.pool import SlotStatistics, StagePool
@@ -65,7 +66,8 @@ class Engine:
         self.pipelines = pipelines
         self.default = default
         self.settings = settings
-        self.orchestrator = Orchestrator(settings.queue_bytes, artifact_root)
+        outbox = partial(Outbox, settings.queue_bytes, settings.merge_window)
+        self.orchestrator = Orchestrator(outbox, artifact_root)
         self.budget = Budget(settings)
         self.draining = False
 

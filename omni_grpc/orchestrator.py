@@ -11,6 +11,7 @@ from pathlib import Path
 
 from omni_grpc.artifacts import Artifacts
 from omni_grpc.errors import AbortedByClient, DuplicateRequest, OmniError, RequestNotFound
+from omni_grpc.outbox import Outbox
 from omni_grpc.plan import Plan
 from omni_grpc.run import Run
 from omni_grpc.types import Notice
@@ -30,8 +31,8 @@ class AbortOutcome(Enum):
 class Orchestrator:
     """All requests of the server."""
 
-    def __init__(self, queue_bytes: int, artifact_root: Path) -> None:
-        self._queue_bytes = queue_bytes
+    def __init__(self, make_outbox: Callable[[], Outbox], artifact_root: Path) -> None:
+        self._make_outbox = make_outbox
         self._artifact_root = artifact_root
         self._runs: dict[str, Run] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -54,7 +55,7 @@ class Orchestrator:
             self._closed(run)
             on_closed()
 
-        run = Run(plan, self._queue_bytes, artifacts, closed)
+        run = Run(plan, self._make_outbox(), artifacts, closed)
         self._runs[request_id] = run
         self._idle.clear()
         return run

@@ -1,8 +1,9 @@
 """The queue between a request's stages and the writer of its stream.
 
-Never blocks the stages and never drops: text is merged while the writer is behind; sound, pictures
-and film are cut into messages that fit the contract's limits. `congested` tells the stages to pause
-when the client is slow, so the queue stays near `limit_bytes`."""
+Never blocks the stages and never drops: text is merged while the writer is behind, or for a moment
+that a merge window gives it; sound, pictures and film are cut into messages that fit the contract's
+limits. `congested` tells the stages to pause when the client is slow, so the queue stays near
+`limit_bytes`."""
 
 from __future__ import annotations
 
@@ -79,10 +80,18 @@ DISCARDED = (Output, StageProgress, SegmentEnd, Finished)
 
 
 class Outbox:
-    """One request's events on their way to the client. One writer."""
+    """One request's events on their way to the client. One writer.
 
-    def __init__(self, limit_bytes: int) -> None:
+    `merge_window` (seconds): how long text waits for more to join it. Only text that waits alone
+    does, and never the first of an answer; whatever comes behind it sends it on its way."""
+
+    def __init__(self, limit_bytes: int, merge_window: float = 0.0) -> None:
         self._limit = limit_bytes
+        self._window = merge_window
+        self._hold: asyncio.TimerHandle | None = None
+        """While set, the text that waits is not given out; ends the wait."""
+        self._answer: tuple[str, int, int] | None = None
+        """Stage, index and segment of the text that was taken last."""
         self._events: deque[tuple[Queued, int]] = deque()
         self._urgent: deque[Queued] = deque()
         self._bytes = 0
@@ -112,7 +121,7 @@ class Outbox:
     def put_urgent(self, notice: Queued) -> None:
         """Adds what goes before everything that waits. Also after `close`, until all is read."""
         self._urgent.append(notice)
-        self._wake()
+        self._release()
 
     def discard_outputs(self) -> list[Output]:
         """Drops the outputs, progress and ends that wait, and gives the outputs back. Where nothing
@@ -122,6 +131,8 @@ class Outbox:
         self._events = deque(kept)
         self._bytes = sum(size for _, size in kept)
         self._closed = False
+        self._answer = None
+        self._release()
         return dropped
 
     def put(self, event: Queued) -> None:
@@ -129,15 +140,27 @@ class Outbox:
         waits. A new sign of progress takes the place of an older one."""
         if self._closed:
             return
-        if self._events:
-            merged = merge(self._events[-1][0], event)
-            if merged is not None:
-                self._bytes -= self._events.pop()[1]
-                event = merged
+        joined = merge(self._events[-1][0], event) if self._events else None
+        if joined is not None:
+            self._bytes -= self._events.pop()[1]
+            event = joined
         size = event_size(event)
         self._events.append((event, size))
         self._bytes += size
-        self._wake()
+        if joined is not None:
+            return
+        if self._may_wait(event):
+            loop = asyncio.get_running_loop()
+            self._hold = loop.call_later(self._window, self._release)
+        else:
+            self._release()
+
+    def _may_wait(self, event: Queued) -> bool:
+        """Whether an event that was just added may wait for more."""
+        if not self._window or len(self._events) > 1 or self._urgent:
+            return False
+        answer = answer_of(event)
+        return answer is not None and answer == self._answer
 
     def overrun(self) -> None:
         """The reader is too far behind: what waits is dropped, and nothing is taken any more."""
@@ -149,6 +172,7 @@ class Outbox:
         notices = [event for event, _ in self._events if isinstance(event, Routed)]
         self._events.clear()
         self._bytes = 0
+        self._release()
         return notices
 
     def close(self, *, discard: bool) -> None:
@@ -157,11 +181,11 @@ class Outbox:
         if discard:
             self._events.clear()
             self._bytes = 0
-        self._wake()
+        self._release()
 
     async def get(self) -> Queued | None:
         """The next event; None after the last. Cancelling loses nothing."""
-        while not self._events and not self._urgent:
+        while (not self._events or self._hold is not None) and not self._urgent:
             if self._closed:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
@@ -173,11 +197,24 @@ class Outbox:
             return self._urgent.popleft()
         event, size = self._events.popleft()
         self._bytes -= size
+        if self._window:
+            self._answer = answer_of(event) or self._answer
         return event
 
-    def _wake(self) -> None:
+    def _release(self) -> None:
+        """Nothing holds the writer back any more, and it is woken."""
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def answer_of(event: Queued) -> tuple[str, int, int] | None:
+    """Which answer an event is text of: stage, index, segment. None: it is something else."""
+    if isinstance(event, Output) and isinstance(event.content, TextDelta):
+        return event.stage, event.index, event.segment
+    return None
 
 
 def merge(last: Queued, new: Queued) -> Event | None:

@@ -33,6 +33,9 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds for running requests after SIGTERM.")
     ] = 30.0,
+    merge_window: Annotated[
+        float, typer.Option(help="Seconds that text waits for more to join it in one message.")
+    ] = 0.0,
 ) -> None:
     """Serves pipelines until SIGTERM or Ctrl-C. The first one named is the default."""
     logging.basicConfig(
@@ -40,7 +43,11 @@ def serve(
     )
     try:
         settings = ServerConfig(
-            host=host, port=port, max_requests=max_requests, drain_timeout=drain_timeout
+            host=host,
+            port=port,
+            max_requests=max_requests,
+            drain_timeout=drain_timeout,
+            merge_window=merge_window,
         )
         configs = [load_pipeline(reference) for reference in pipeline]
         for reference, config in zip(pipeline, configs, strict=True):
