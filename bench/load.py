@@ -1,9 +1,9 @@
 """The load generator: a process of its own, the same for every front.
 
-    python -m bench.load PROTOCOL
+    python -m bench.load PROTOCOL PROMPT
 
 It reads orders as lines of JSON and answers each with one line: first the target (answered when one
-request was served), then any number of `Order`s. Many of them run side by side for one load; their
+request for PROMPT was served), then any number of `Order`s. Many of them run side by side for one load; their
 clocks are one (CLOCK_MONOTONIC)."""
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bench.protocols import PROTOCOLS, Adapter
 
 READY_TIMEOUT_S = 300.0
 ORDER_TIMEOUT_S = 300.0
+TICK_S = 0.1
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -33,8 +34,8 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What came of an order. Times in seconds; `short`: streams that did not get all their
-    tokens."""
+    """What came of an order. Times in seconds; `short`: streams that did not get all their tokens;
+    `rate`: messages and tokens that came in each TICK_S, by its number."""
 
     started: float
     ended: float
@@ -44,6 +45,12 @@ class Taken(msgspec.Struct, frozen=True):
     messages: int
     short: int
     texts: list[str]
+    rate: dict[int, tuple[int, int]] = {}
+
+    def between(self, start: float, end: float) -> tuple[int, int]:
+        """Messages and tokens that came from one time to another, to a tick."""
+        ticks = [n for n in self.rate if start / TICK_S <= n < end / TICK_S]
+        return sum(self.rate[n][0] for n in ticks), sum(self.rate[n][1] for n in ticks)
 
 
 async def _stream(adapter: Adapter, prompt: str, order: Order, taken: Taken) -> tuple[int, int]:
@@ -56,6 +63,9 @@ async def _stream(adapter: Adapter, prompt: str, order: Order, taken: Taken) -> 
         else:
             taken.first.append(now - begun)
         last = now
+        tick = int(now / TICK_S)
+        count, sum_ = taken.rate.get(tick, (0, 0))
+        taken.rate[tick] = (count + 1, sum_ + piece.tokens)
         messages += 1
         tokens += piece.tokens
         texts.append(piece.text)
@@ -66,7 +76,7 @@ async def _stream(adapter: Adapter, prompt: str, order: Order, taken: Taken) -> 
 async def carry_out(adapter: Adapter, order: Order) -> Taken:
     """Runs an order's streams; all begin at once."""
     started = time.monotonic()
-    taken = Taken(started, 0.0, [], [], 0, 0, 0, [])
+    taken = Taken(started, 0.0, [], [], 0, 0, 0, [], {})
     counts = await asyncio.gather(*(_stream(adapter, one, order, taken) for one in order.prompts))
     return msgspec.structs.replace(
         taken,
@@ -77,12 +87,12 @@ async def carry_out(adapter: Adapter, order: Order) -> Taken:
     )
 
 
-async def _served(adapter: Adapter) -> None:
+async def _served(adapter: Adapter, prompt: str) -> None:
     """Returns when a first request is served: servers listen before they are ready."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         try:
-            await carry_out(adapter, Order(["ready?"], 2))
+            await carry_out(adapter, Order([prompt], 2))
         except Exception:
             if time.monotonic() > deadline:
                 raise
@@ -91,13 +101,13 @@ async def _served(adapter: Adapter) -> None:
             return
 
 
-async def _main(protocol: str) -> None:
+async def _main(protocol: str, prompt: str) -> None:
     adapter, answers = PROTOCOLS[protocol](), os.fdopen(os.dup(1), "wb", buffering=0)
     # Engines print; what they print is no answer.
     os.dup2(2, 1)
     await adapter.open(sys.stdin.readline().strip())
     try:
-        await _served(adapter)
+        await _served(adapter, prompt)
         answers.write(b"\n")
         for line in sys.stdin.buffer:
             async with asyncio.timeout(ORDER_TIMEOUT_S):
@@ -117,12 +127,13 @@ class Load:
         processes: int,
         environment: Mapping[str, str],
         log: Path,
+        prompt: str = "ready?",
     ) -> None:
         self._log = log
         with log.open("ab") as errors:
             self.processes = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "bench.load", protocol],
+                    [sys.executable, "-m", "bench.load", protocol, prompt],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -140,13 +151,21 @@ class Load:
             self._read(process)
 
     def run(self, prompts: Sequence[str], tokens: int) -> Taken:
-        """One stream per prompt, spread over the processes."""
+        """One stream per prompt, spread over the processes, to its end."""
+        self.begin(prompts, tokens)
+        return self.wait()
+
+    def begin(self, prompts: Sequence[str], tokens: int) -> None:
+        """Starts what `wait` waits for."""
         count = min(len(self.processes), len(prompts))
-        busy = self.processes[:count]
-        for place, process in enumerate(busy):
+        self._busy = self.processes[:count]
+        for place, process in enumerate(self._busy):
             order = Order(list(prompts[place::count]), tokens)
             self._write(process, msgspec.json.encode(order))
-        return _joined([msgspec.json.decode(self._read(one), type=Taken) for one in busy])
+
+    def wait(self) -> Taken:
+        """What came of the order that was begun."""
+        return _joined([msgspec.json.decode(self._read(one), type=Taken) for one in self._busy])
 
     def _write(self, process: subprocess.Popen[bytes], line: bytes) -> None:
         assert process.stdin is not None
@@ -161,8 +180,13 @@ class Load:
             raise RuntimeError(f"a load generator ended with {process.wait()}:\n{tail}")
         return line
 
+    def kill(self) -> None:
+        """Ends them in the midst of their work."""
+        for process in self.processes:
+            process.kill()
+
     def close(self) -> None:
-        """Ends them."""
+        """Ends them when their work is done."""
         for process in self.processes:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
@@ -176,6 +200,11 @@ class Load:
 
 
 def _joined(parts: list[Taken]) -> Taken:
+    rate: dict[int, tuple[int, int]] = {}
+    for part in parts:
+        for tick, (messages, tokens) in part.rate.items():
+            before = rate.get(tick, (0, 0))
+            rate[tick] = (before[0] + messages, before[1] + tokens)
     return Taken(
         min(part.started for part in parts),
         max(part.ended for part in parts),
@@ -185,8 +214,9 @@ def _joined(parts: list[Taken]) -> Taken:
         sum(part.messages for part in parts),
         sum(part.short for part in parts),
         [text for part in parts for text in part.texts],
+        rate,
     )
 
 
 if __name__ == "__main__":
-    uvloop.run(_main(sys.argv[1]))
+    uvloop.run(_main(sys.argv[1], sys.argv[2]))

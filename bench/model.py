@@ -1,4 +1,4 @@
-"""A small language model with random weights: what is measured is the way of its tokens, not their sense.
+"""A small language model with random weights: its tokens' way is measured, not their sense.
 
 Its vocabulary is its tokenizer's size, since some detokenizers fail at ids that no token has."""
 

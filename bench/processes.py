@@ -1,5 +1,5 @@
-"""Processes that are measured: started in a session of their own, their output in a file, ended with
-all that they started."""
+"""Processes that are measured: each in a session of its own, its output in a file, and ended with
+all that it started."""
 
 from __future__ import annotations
 

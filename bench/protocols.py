@@ -82,6 +82,25 @@ class Omni(GrpcAdapter):
                 yield Piece(len(text.token_ids), text.text)
 
 
+class Scripted(GrpcAdapter):
+    """Ours with fake stages, or the bare server. A prompt is a request as JSON, and says how many
+    tokens come; pictures and sound count as none."""
+
+    async def open(self, target: str) -> None:
+        from omni_grpc.v1 import service_pb2, service_pb2_grpc
+
+        await super().open(target)
+        self._stub = service_pb2_grpc.OmniServiceStub(self.channel)
+        self._request = service_pb2.AddRequestRequest
+
+    async def stream(self, prompt: str, tokens: int) -> AsyncIterator[Piece]:
+        request = self._request(request_id=self.next_id(), **json.loads(prompt))
+        async for response in self._stub.AddRequest(request):
+            if response.HasField("output"):
+                text = response.output.text
+                yield Piece(len(text.token_ids), text.text)
+
+
 class Servicer(GrpcAdapter):
     """vLLM's Python gRPC server. It gives token ids and no text: it leaves that to a gateway."""
 
@@ -201,6 +220,7 @@ class InProcess(Adapter):
 
 PROTOCOLS: dict[str, type[Adapter]] = {
     "omni": Omni,
+    "scripted": Scripted,
     "servicer": Servicer,
     "rust": Rust,
     "http": Http,
