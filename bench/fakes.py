@@ -62,6 +62,7 @@ class Fakes:
     rounds: int = 5
     streams: int = 256
     generators: int = 2
+    interval_ms: float = INTERVAL_MS
     figures: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -100,7 +101,7 @@ class Fakes:
     def cost(self, server: Measured, load: Load, streams: int) -> Cost:
         """What these streams cost the server, over a window in which all of them run."""
         settle = 1.0 + streams / 256
-        load.begin([talk(self.seconds + 2 * settle)] * streams, 0)
+        load.begin([talk(self.seconds + 2 * settle, self.interval_ms)] * streams, 0)
         time.sleep(settle)
         started, before = time.monotonic(), server.cpu_s()
         time.sleep(self.seconds)
