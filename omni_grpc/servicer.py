@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 from msgspec.structs import replace
 
 from omni_grpc.engine import Engine
-from omni_grpc.errors import AbortedByClient, NotImplementedYet, SlowConsumer
+from omni_grpc.errors import AbortedByClient, NotImplementedYet
 from omni_grpc.interaction import Session
 from omni_grpc.interceptors import Context, mirrored, set_request_id
 from omni_grpc.outbox import Numbered
@@ -21,6 +20,7 @@ from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
 from omni_grpc.wire.interactions import Attach, decode_messages, decode_setup, encode_notice
 from omni_grpc.wire.requests import MAX_ID, decode_abort, decode_request
 from omni_grpc.wire.updates import decode_chunks, decode_header
+from omni_grpc.writer import Writer
 
 TENANT_KEY = "omni-tenant"
 TRACE_KEYS = ("traceparent", "tracestate")
@@ -50,17 +50,10 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
             run.close(AbortedByClient("the client left"))
 
     async def _stream(self, run: Run, context: Context) -> None:
-        limit = self._engine.settings.write_timeout
-        while (numbered := await run.next()) is not None:
-            if isinstance(numbered, Numbered):
-                await self._write(context, encode_event(numbered), limit)
-
-    async def _write(self, context: Context, message: Any, limit: float) -> None:
-        try:
-            async with asyncio.timeout(limit):
-                await context.write(message)
-        except TimeoutError:
-            raise SlowConsumer(f"an output waited {limit:g} s to be read") from None
+        with Writer(context, self._engine.settings.write_timeout) as writer:
+            while (numbered := await run.next()) is not None:
+                if isinstance(numbered, Numbered):
+                    await writer.write(encode_event(numbered))
 
     async def StreamingUpdate(
         self, request: AsyncIterator[service_pb2.StreamingUpdateRequest], context: Context
@@ -132,13 +125,13 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         return Session(run, owner=True, receive_outputs=True, limit_bytes=limit)
 
     async def _speak(self, session: Session, context: Context) -> None:
-        limit = self._engine.settings.write_timeout
-        while (item := await session.next()) is not None:
-            if isinstance(item, Numbered):
-                message = service_pb2.SubmitInteractionResponse(response=encode_event(item))
-            else:
-                message = encode_notice(item)
-            await self._write(context, message, limit)
+        with Writer(context, self._engine.settings.write_timeout) as writer:
+            while (item := await session.next()) is not None:
+                if isinstance(item, Numbered):
+                    message = service_pb2.SubmitInteractionResponse(response=encode_event(item))
+                else:
+                    message = encode_notice(item)
+                await writer.write(message)
 
     async def Abort(
         self, request: service_pb2.AbortRequest, context: Context
