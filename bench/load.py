@@ -102,7 +102,10 @@ async def _served(adapter: Adapter, prompt: str) -> None:
 
 
 async def _main(protocol: str, prompt: str) -> None:
-    adapter, answers = PROTOCOLS[protocol](), os.fdopen(os.dup(1), "wb", buffering=0)
+    from bench import voice
+
+    adapters = PROTOCOLS | voice.PROTOCOLS
+    adapter, answers = adapters[protocol](), os.fdopen(os.dup(1), "wb", buffering=0)
     # Engines print; what they print is no answer.
     os.dup2(2, 1)
     await adapter.open(sys.stdin.readline().strip())

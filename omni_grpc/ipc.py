@@ -211,7 +211,7 @@ class Taken(msgspec.Struct, frozen=True, tag=True):
     bytes: int
 
 
-class Emitted(msgspec.Struct, frozen=True, tag=True):
+class Emitted(msgspec.Struct, frozen=True, tag=True, gc=False):
     """An output of a task."""
 
     task: int

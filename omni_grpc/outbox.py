@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from omni_grpc.types import (
     Audio,
@@ -64,8 +66,7 @@ class Routed:
     listener: object | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
+class Numbered(msgspec.Struct, frozen=True, gc=False):
     """An event as it is written: `seq` counts from 0 without a gap."""
 
     seq: int
@@ -219,18 +220,9 @@ def answer_of(event: Queued) -> tuple[str, int, int] | None:
 
 def merge(last: Queued, new: Queued) -> Event | None:
     """Both events as one, or None where they must stay two."""
+    if isinstance(last, Output) and isinstance(new, Output):
+        return _joined(last, new)
     match last, new:
-        case Output(content=TextDelta() as a), Output(content=TextDelta() as b):
-            same = (last.stage, last.index, last.segment) == (new.stage, new.index, new.segment)
-            if not same or not _fits(a, b):
-                return None
-            text = TextDelta(
-                a.text + b.text,
-                a.token_ids + b.token_ids,
-                a.logprobs + b.logprobs,
-                a.prompt_logprobs + b.prompt_logprobs,
-            )
-            return Output(last.stage, last.index, last.segment, text)
         case StageProgress(), StageProgress() if last.stage == new.stage:
             if new.progress.preview is not None or last.progress.preview is None:
                 return new
@@ -239,23 +231,40 @@ def merge(last: Queued, new: Queued) -> Event | None:
     return None
 
 
+def _joined(last: Output, new: Output) -> Output | None:
+    a, b = last.content, new.content
+    if not isinstance(a, TextDelta) or not isinstance(b, TextDelta):
+        return None
+    if last.index != new.index or last.segment != new.segment or last.stage != new.stage:
+        return None
+    if not _fits(a, b):
+        return None
+    text, ids = a.text + b.text, a.token_ids + b.token_ids
+    if a.logprobs or b.logprobs or a.prompt_logprobs or b.prompt_logprobs:
+        logprobs, prompt = a.logprobs + b.logprobs, a.prompt_logprobs + b.prompt_logprobs
+        return Output(last.stage, last.index, last.segment, TextDelta(text, ids, logprobs, prompt))
+    return Output(last.stage, last.index, last.segment, TextDelta(text, ids))
+
+
 def _fits(a: TextDelta, b: TextDelta) -> bool:
-    entries = sum(len(d.logprobs) + len(d.prompt_logprobs) for d in (a, b))
-    return (
-        len(a.text) + len(b.text) <= MERGED_CHARACTERS
-        and len(a.token_ids) + len(b.token_ids) <= MERGED_TOKENS
-        and entries <= MERGED_ENTRIES
-        and (not entries or text_size(a) + text_size(b) <= PART_BYTES)
-    )
+    if len(a.text) + len(b.text) > MERGED_CHARACTERS:
+        return False
+    if len(a.token_ids) + len(b.token_ids) > MERGED_TOKENS:
+        return False
+    entries = len(a.logprobs) + len(a.prompt_logprobs) + len(b.logprobs) + len(b.prompt_logprobs)
+    if not entries:
+        return True
+    return entries <= MERGED_ENTRIES and text_size(a) + text_size(b) <= PART_BYTES
 
 
 def event_size(event: Queued) -> int:
     """Approximate size of an event, in bytes."""
+    if isinstance(event, Output) and isinstance(event.content, TextDelta):
+        # Nearly all events are: not through every pattern first.
+        return EVENT_OVERHEAD + text_size(event.content)
     match event:
         case Numbered(event=inner):
             return event_size(inner)
-        case Output(content=TextDelta() as delta):
-            return EVENT_OVERHEAD + text_size(delta)
         case Output(content=AudioChunk() | ImageChunk() | VideoChunk() | TensorChunk() as content):
             return EVENT_OVERHEAD + len(content.data)
         case StageProgress(progress=progress) if progress.preview is not None:
@@ -284,11 +293,15 @@ class Cutter:
                 self._chunk -= 1
                 self.frames -= content.frame_count
 
-    def cut(self, payload: Payload) -> Iterator[Content]:
-        """The payload's contents in order, each within the contract's limits."""
+    def cut(self, payload: Payload) -> Iterable[Content]:
+        """The payload's contents in order, each within the contract's limits. To be taken once, and
+        whole: what is cut counts."""
+        if isinstance(payload, TextDelta):
+            return cut_text(payload) if text_size(payload) > PART_BYTES else (payload,)
+        return self._cut(payload)
+
+    def _cut(self, payload: Audio | Image | Video | Tensors) -> Iterator[Content]:
         match payload:
-            case TextDelta():
-                yield from cut_text(payload)
             case Audio():
                 yield from self._cut_audio(payload)
             case Image():
@@ -366,8 +379,11 @@ def _entry_size(entry: TokenLogprobs) -> int:
 
 def text_size(delta: TextDelta) -> int:
     """Most bytes that a delta takes in a message."""
+    size = 4 * len(delta.text) + TOKEN_BYTES * len(delta.token_ids)
+    if not delta.logprobs and not delta.prompt_logprobs:
+        return size
     entries = sum(map(_entry_size, delta.logprobs)) + sum(map(_entry_size, delta.prompt_logprobs))
-    return 4 * len(delta.text) + TOKEN_BYTES * len(delta.token_ids) + entries
+    return size + entries
 
 
 def cut_tensors(tensors: Tensors) -> Iterator[TensorChunk]:

@@ -44,6 +44,8 @@ class Routing:
         self._report = report
         self._start = start
         self._touched = touched
+        self._begun: set[str] = set()
+        """Stages that have given the client something."""
 
     def route(self, stage: StageRun, output: StageOutput) -> None:
         """Sends everything that is in one output of a stage on its way."""
@@ -70,8 +72,10 @@ class Routing:
             self._delivery.timeline.speak(segment, payload)
 
     def _emit(self, stage: StageRun, output: StageOutput, payload: Payload) -> None:
-        assert stage.node.config.output is not None
-        self._report.output(stage.node.config.output)
+        if stage.node.name not in self._begun:
+            assert stage.node.config.output is not None
+            self._begun.add(stage.node.name)
+            self._report.output(stage.node.config.output)
         self._touched()
         for content in stage.cutter.cut(payload):
             self.put(Output(stage.node.name, output.index, output.segment, content))

@@ -15,7 +15,7 @@ from omni_grpc.outbox import Numbered
 from omni_grpc.run import Run
 from omni_grpc.types import Request, UpdateChunk
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
-from omni_grpc.wire.events import encode_event
+from omni_grpc.wire.events import EventEncoder
 from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
 from omni_grpc.wire.interactions import Attach, decode_messages, decode_setup, encode_notice
 from omni_grpc.wire.requests import MAX_ID, decode_abort, decode_request
@@ -50,10 +50,11 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
             run.close(AbortedByClient("the client left"))
 
     async def _stream(self, run: Run, context: Context) -> None:
+        encode = EventEncoder().encode
         with Writer(context, self._engine.settings.write_timeout) as writer:
             while (numbered := await run.next()) is not None:
                 if isinstance(numbered, Numbered):
-                    await writer.write(encode_event(numbered))
+                    await writer.write(encode(numbered))
 
     async def StreamingUpdate(
         self, request: AsyncIterator[service_pb2.StreamingUpdateRequest], context: Context
@@ -125,10 +126,11 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         return Session(run, owner=True, receive_outputs=True, limit_bytes=limit)
 
     async def _speak(self, session: Session, context: Context) -> None:
+        encode = EventEncoder().encode
         with Writer(context, self._engine.settings.write_timeout) as writer:
             while (item := await session.next()) is not None:
                 if isinstance(item, Numbered):
-                    message = service_pb2.SubmitInteractionResponse(response=encode_event(item))
+                    message = service_pb2.SubmitInteractionResponse(response=encode(item))
                 else:
                     message = encode_notice(item)
                 await writer.write(message)
