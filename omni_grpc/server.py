@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
-import zmq.asyncio
+import zmq
 from grpc_channelz.v1 import channelz
 
 from omni_grpc.admin import AdminServicer
@@ -55,7 +55,7 @@ class Server:
         self.port = 0
         self._configs = pipelines
         self._folder = Path(tempfile.mkdtemp(prefix="omni-grpc-"))
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         runtime = Runtime(self._context, self._folder, settings, Starts())
         self._pools: list[StagePool] = []
         built = {}

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
-import zmq.asyncio
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +120,7 @@ def test_an_unknown_reason_is_a_bug() -> None:
 @pytest.fixture
 async def line(tmp_path: Path) -> Any:
     """Both ends of a line."""
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     address = f"ipc://{tmp_path / 'line'}"
     server: Channel[Any, Any] = Channel.bind(context, address, FromReplica)
     replica: Channel[Any, Any] = Channel.connect(context, address, ToReplica)
