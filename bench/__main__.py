@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench import curves, fakes, model, report, servers, versus, voice
 from bench.processes import ROOT, environment
+from omni_grpc.embedded import cache_root
 
 FOLDER = ROOT / "bench"
 PARTS = ("fakes", "curves", "fronts", "voice")
@@ -33,7 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--generators", type=int, default=2, help="load processes per front")
     parser.add_argument("--seconds", type=float, help="of a window with fake stages (default 8)")
     parser.add_argument(
-        "--cache", type=Path, default=FOLDER / ".cache", help="models, logs, fronts"
+        "--cache", type=Path, default=cache_root() / "bench", help="models, logs, fronts"
     )
     parser.add_argument("--out", type=Path, help="default: bench/latest.json; a quick run's: cache")
     return parser.parse_args()

@@ -22,10 +22,10 @@ class Bare(service_pb2_grpc.OmniServiceServicer):
 
     async def AddRequest(self, request: service_pb2.AddRequestRequest, context: Any) -> None:
         """`outputs` words, one each `interval_ms`."""
-        script = request.stage_params[0].custom
-        pause, loop = script["interval_ms"] / 1e3, asyncio.get_running_loop()
+        script = request.stage_params[0].custom.fields
+        pause, loop = script["interval_ms"].number_value / 1e3, asyncio.get_running_loop()
         due = loop.time()
-        for seq in range(int(script["outputs"])):
+        for seq in range(int(script["outputs"].number_value)):
             response = service_pb2.AddRequestResponse(seq=seq)
             output = response.output
             output.stage = "text"

@@ -5,8 +5,9 @@ is set travels even where it is 0."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import Message
 
 Field = descriptor_pb2.FieldDescriptorProto
 TYPES = {
@@ -17,9 +18,7 @@ TYPES = {
 }
 
 
-def messages(
-    package: str, fields: dict[str, dict[str, tuple[int, str]]]
-) -> dict[str, type[Message]]:
+def messages(package: str, fields: dict[str, dict[str, tuple[int, str]]]) -> dict[str, Any]:
     """Classes of a package's messages by name. A field is its number and its type: a scalar's, or
     another message's name; `uint32*` is a repeated one."""
     file = descriptor_pb2.FileDescriptorProto(
@@ -40,7 +39,7 @@ def messages(
             else:
                 field.type, field.type_name = Field.TYPE_MESSAGE, f".{package}.{base}"
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]
+    pool.Add(file)
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}"))
         for name in fields

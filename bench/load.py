@@ -2,9 +2,9 @@
 
     python -m bench.load PROTOCOL PROMPT
 
-It reads orders as lines of JSON and answers each with one line: first the target (answered when one
-request for PROMPT was served), then any number of `Order`s. Many of them run side by side for one load; their
-clocks are one (CLOCK_MONOTONIC)."""
+It reads lines and answers each with one: first the target (answered when one request for PROMPT was
+served), then any number of `Order`s as JSON, answered with `Taken`. Several of them run side by
+side for one load; their clocks are one (CLOCK_MONOTONIC)."""
 
 from __future__ import annotations
 

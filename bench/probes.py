@@ -1,4 +1,4 @@
-"""Questions to a server that a single client answers: times of single outputs, of single cancels."""
+"""What a single client can tell of a server: times of single outputs, of single cancels."""
 
 from __future__ import annotations
 

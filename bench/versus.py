@@ -15,7 +15,9 @@ from bench.fakes import percentile
 from bench.load import Taken
 from bench.servers import FRONTS, Front, Setting, running
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "green", "birds", "sing", "in", "old", "trees", "near", "still", "water", "and", "nobody", "listens", "to", "them"]
+SENTENCE = """the quick brown fox jumps over a lazy dog while seven green birds sing in old trees
+near still water and nobody listens to them"""
+WORDS = SENTENCE.split()
 PROMPT_WORDS = 24
 CHECKED_TOKENS = 48
 
@@ -86,7 +88,7 @@ def first(taken: Taken) -> float:
 
 
 def _absolute(rounds: Rounds) -> dict[str, float]:
-    middle, figures = statistics.median, {}
+    middle, figures = statistics.median, dict[str, float]()
     for count, taken in rounds.items():
         for name in taken[0]:
             mine = [one[name] for one in taken]
@@ -103,7 +105,7 @@ def _absolute(rounds: Rounds) -> dict[str, float]:
 
 
 def _ratios(rounds: Rounds) -> dict[str, float]:
-    figures = {}
+    figures: dict[str, float] = {}
     for count, taken in rounds.items():
         for other in [name for name in taken[0] if name != "omni" and "omni" in taken[0]]:
             key = other.replace("-", "_")
@@ -121,5 +123,5 @@ def _print(count: int, taken: list[dict[str, Taken]]) -> None:
         rates = statistics.median(rate(one[name]) for one in taken)
         firsts = statistics.median(first(one[name]) for one in taken) * 1e3
         print(
-            f"    {count:4d} × {name:9s} {rates:8.0f} tokens/s, first {firsts:7.1f} ms", flush=True
+            f"    {count:4d} of {name:9s} {rates:8.0f} tokens/s, first {firsts:7.1f} ms", flush=True
         )
