@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -268,6 +269,8 @@ class Channel(Generic[Out, In]):
     def __init__(self, socket: zmq.Socket[bytes], receives: Any) -> None:
         self._socket = socket
         self._waiter: asyncio.Future[None] | None = None
+        self._unsent: deque[bytes] = deque()
+        """Batches that wait for the other end."""
         self._encoder = msgspec.msgpack.Encoder()
         self._receives = receives
         self.on_unreadable: Callable[[dict[str, Any]], None] | None = None
@@ -280,7 +283,7 @@ class Channel(Generic[Out, In]):
         default what cannot be encoded is left out."""
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._descriptor, self._wake)
+        self._loop.add_reader(self._descriptor, self._attend)
 
     @classmethod
     def bind(cls, context: zmq.Context[Any], address: str, receives: Any) -> Channel[Out, In]:
@@ -311,11 +314,25 @@ class Channel(Generic[Out, In]):
         batch, self._outbox = self._outbox, []
         if self._socket.closed:
             return
-        # Again: the other end is gone, and with it whoever would read this.
-        with suppress(zmq.Again):
-            self._socket.send(self._encoded(batch), zmq.NOBLOCK, copy=False)
-        # The descriptor tells of changes only, and sending may have taken one in.
-        if self._waiter is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        self._unsent.append(self._encoded(batch))
+        self._attend()
+
+    def _attend(self) -> None:
+        """Sends what waits and wakes who receives, if there is news for either.
+
+        The descriptor tells of news once, and whatever is done with the socket may take it in: so
+        this comes after all of that. It comes too where nobody receives, or the loop would turn
+        without end on news that nobody takes."""
+        while True:
+            # Again: the other end is not there yet, or not any more.
+            with suppress(zmq.Again):
+                while self._unsent:
+                    self._socket.send(self._unsent[0], zmq.NOBLOCK, copy=False)
+                    self._unsent.popleft()
+            events = int(self._socket.getsockopt(zmq.EVENTS))
+            if not (self._unsent and events & zmq.POLLOUT):
+                break
+        if events & zmq.POLLIN:
             self._wake()
 
     def _wake(self) -> None:
@@ -355,6 +372,7 @@ class Channel(Generic[Out, In]):
             except zmq.Again:
                 self._waiter = self._loop.create_future()
             try:
+                self._attend()
                 await self._waiter
             finally:
                 self._waiter = None
