@@ -32,6 +32,7 @@ from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, PipelineN
 from omni_grpc.lane import Chunk, Feeder, Lane, Summary
 from omni_grpc.metrics import Metrics
 from omni_grpc.orchestrator import AbortOutcome, Orchestrator
+from omni_grpc.outbox import Outbox
 from omni_grpc.params import merge
 from omni_grpc.plan import Plan
 from omni_grpc.pool import SlotStatistics, StagePool
@@ -70,7 +71,7 @@ class Engine:
         self.settings = settings
         self.metrics = Metrics()
         self.orchestrator = Orchestrator(
-            settings.queue_bytes,
+            partial(Outbox, settings.queue_bytes, settings.merge_window),
             artifact_root,
             self.metrics,
             by_tenant=settings.auth is not None,

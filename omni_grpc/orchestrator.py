@@ -15,6 +15,7 @@ from pathlib import Path
 from omni_grpc.artifacts import Artifacts
 from omni_grpc.errors import AbortedByClient, DuplicateRequest, OmniError, RequestNotFound
 from omni_grpc.metrics import Metrics
+from omni_grpc.outbox import Outbox
 from omni_grpc.plan import Plan
 from omni_grpc.run import Run
 from omni_grpc.types import Notice
@@ -40,9 +41,14 @@ class Orchestrator:
     nothing here."""
 
     def __init__(
-        self, queue_bytes: int, artifact_root: Path, metrics: Metrics, *, by_tenant: bool = False
+        self,
+        make_outbox: Callable[[], Outbox],
+        artifact_root: Path,
+        metrics: Metrics,
+        *,
+        by_tenant: bool = False,
     ) -> None:
-        self._queue_bytes = queue_bytes
+        self._make_outbox = make_outbox
         self.artifact_root = artifact_root
         """Where the directories of requests are."""
         self._metrics = metrics
@@ -69,7 +75,7 @@ class Orchestrator:
             self._closed(key)
             on_closed()
 
-        run = Run(plan, self._queue_bytes, artifacts, closed, self._metrics)
+        run = Run(plan, self._make_outbox(), artifacts, closed, self._metrics)
         self._runs[key] = run
         self._idle.clear()
         return run

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zmq.asyncio
+import zmq
 
 from omni_grpc.balance import Balancer
 from omni_grpc.config import ServerConfig, StageConfig
@@ -39,7 +39,7 @@ LOADING_RETRY_S = 5.0
 class Runtime:
     """What all pools share: ZeroMQ, the folder of the sockets, the server's settings."""
 
-    context: zmq.asyncio.Context
+    context: zmq.Context[Any]
     folder: Path
     settings: ServerConfig
     starts: Starts

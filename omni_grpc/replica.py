@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq.asyncio
+import zmq
 
 from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.errors import InternalError, OmniError, StageUnavailable, StartError
@@ -93,7 +93,7 @@ class Replica:
         spec: StageSpec,
         config: StageConfig,
         settings: ServerConfig,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[Any],
         address: str,
     ) -> None:
         self.spec = spec

@@ -45,6 +45,7 @@ class Routing:
         self._report = report
         self._start = start
         self._touched = touched
+        """Stages that have given the client something."""
 
     def route(self, stage: StageRun, output: StageOutput) -> None:
         """Sends everything that is in one output of a stage on its way."""

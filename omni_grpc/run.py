@@ -30,7 +30,7 @@ from omni_grpc.graph import Graph
 from omni_grpc.lane import Lane
 from omni_grpc.ledger import Ledger
 from omni_grpc.metrics import Metrics
-from omni_grpc.outbox import Numbered
+from omni_grpc.outbox import Numbered, Outbox
 from omni_grpc.plan import Plan
 from omni_grpc.report import Report
 from omni_grpc.routing import Routing
@@ -73,7 +73,7 @@ class Run:
     def __init__(
         self,
         plan: Plan,
-        queue_bytes: int,
+        outbox: Outbox,
         artifacts: Artifacts,
         on_close: Callable[[Run], None],
         metrics: Metrics,
@@ -88,7 +88,7 @@ class Run:
         self.artifacts = artifacts
         self._loop = asyncio.get_running_loop()
         self._on_close = on_close
-        self.delivery = Delivery(queue_bytes, self.regulate)
+        self.delivery = Delivery(outbox, self.regulate)
         self._graph = Graph(self, plan)
         self._submission = Submission(plan, artifacts, self._loop.time() + plan.timeout_s)
         self._feeding = (

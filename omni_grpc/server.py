@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc
-import zmq.asyncio
+import zmq
 from grpc_channelz.v1 import channelz
 
 from omni_grpc.admin import AdminServicer
@@ -67,7 +67,7 @@ class Server:
         self.port = self.admin_port = self.health_port = 0
         self._configs = pipelines
         self._folder = Path(tempfile.mkdtemp(prefix="omni-grpc-"))
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         runtime = Runtime(self._context, self._folder, settings, Starts())
         self._pools: list[StagePool] = []
         built = {}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 from msgspec.structs import replace
 
 from omni_grpc.auth import tenant_of
 from omni_grpc.engine import Engine
-from omni_grpc.errors import AbortedByClient, SlowConsumer
+from omni_grpc.errors import AbortedByClient
 from omni_grpc.interaction import Session
 from omni_grpc.interceptors import Context, mirrored, set_request_id, trace_headers
 from omni_grpc.load import LoadFeed
@@ -20,11 +19,12 @@ from omni_grpc.rpc import asks, opened
 from omni_grpc.run import Run, owned_task
 from omni_grpc.types import Request, UpdateChunk
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
-from omni_grpc.wire.events import encode_event
+from omni_grpc.wire.events import EventEncoder
 from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
 from omni_grpc.wire.interactions import Attach, decode_messages, decode_setup, encode_notice
 from omni_grpc.wire.requests import MAX_ID, decode_abort, decode_request
 from omni_grpc.wire.updates import decode_chunks, decode_header
+from omni_grpc.writer import Writer
 
 HALF_CLOSE_S = 0.2
 """How long a session that has finished waits for its client's half-close."""
@@ -60,17 +60,11 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         return run
 
     async def _stream(self, run: Run, context: Context) -> None:
-        limit = self._engine.settings.write_timeout
-        while (numbered := await run.next()) is not None:
-            if isinstance(numbered, Numbered):
-                await self._write(context, encode_event(numbered), limit)
-
-    async def _write(self, context: Context, message: Any, limit: float) -> None:
-        try:
-            async with asyncio.timeout(limit):
-                await context.write(message)
-        except TimeoutError:
-            raise SlowConsumer(f"an output waited {limit:g} s to be read") from None
+        encode = EventEncoder().encode
+        with Writer(context, self._engine.settings.write_timeout) as writer:
+            while (numbered := await run.next()) is not None:
+                if isinstance(numbered, Numbered):
+                    await writer.write(encode(numbered))
 
     async def StreamingUpdate(
         self, request: AsyncIterator[service_pb2.StreamingUpdateRequest], context: Context
@@ -146,13 +140,14 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         return Session(run, owner=True, receive_outputs=True, limit_bytes=limit)
 
     async def _speak(self, session: Session, context: Context) -> None:
-        limit = self._engine.settings.write_timeout
-        while (item := await session.next()) is not None:
-            if isinstance(item, Numbered):
-                message = service_pb2.SubmitInteractionResponse(response=encode_event(item))
-            else:
-                message = encode_notice(item)
-            await self._write(context, message, limit)
+        encode = EventEncoder().encode
+        with Writer(context, self._engine.settings.write_timeout) as writer:
+            while (item := await session.next()) is not None:
+                if isinstance(item, Numbered):
+                    message = service_pb2.SubmitInteractionResponse(response=encode(item))
+                else:
+                    message = encode_notice(item)
+                await writer.write(message)
 
     async def Abort(
         self, request: service_pb2.AbortRequest, context: Context
@@ -176,10 +171,11 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
 
     async def WatchLoad(self, request: service_pb2.WatchLoadRequest, context: Context) -> None:
         """The load at once, then on change. A slow client gets the newest."""
-        async with aclosing(self._load.states()) as states:
-            async for stages in states:
-                message = service_pb2.WatchLoadResponse(stages=encode_load(stages))
-                await self._write(context, message, self._engine.settings.write_timeout)
+        with Writer(context, self._engine.settings.write_timeout) as writer:
+            async with aclosing(self._load.states()) as states:
+                async for stages in states:
+                    message = service_pb2.WatchLoadResponse(stages=encode_load(stages))
+                    await writer.write(message)
 
 
 def _of_tenant(request: Request, context: Context) -> Request:

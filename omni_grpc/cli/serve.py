@@ -72,6 +72,12 @@ DrainDelay = Annotated[
     float | None,
     typer.Option(help="Seconds after SIGTERM until new requests are refused.", show_default="0"),
 ]
+MergeWindow = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds that text waits for more to join it in one message.", show_default="0"
+    ),
+]
 MetricsPort = Annotated[
     int | None,
     typer.Option(help="Port of Prometheus metrics; 0 picks a free one.", show_default="none"),
@@ -109,6 +115,7 @@ def serve(
         float | None,
         typer.Option(help="Seconds for running requests after that.", show_default="30"),
     ] = None,
+    merge_window: MergeWindow = None,
     metrics_port: MetricsPort = None,
     log_format: Annotated[LogFormat, typer.Option(help="Form of the log.")] = "text",
     otlp_endpoint: OtlpEndpoint = None,
@@ -129,6 +136,7 @@ def serve(
         "max_requests": max_requests,
         "drain_delay": drain_delay,
         "drain_timeout": drain_timeout,
+        "merge_window": merge_window,
     }
     logs.set_up(log_format)
     given = {name: value for name, value in options.items() if value is not None}
