@@ -31,6 +31,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--fronts", nargs="+", choices=list(servers.FRONTS), default=list(servers.FRONTS)
     )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="for the fronts, where they are installed: a folder; on CUDA its weights are made up",
+    )
     parser.add_argument("--generators", type=int, default=2, help="load processes per front")
     parser.add_argument("--seconds", type=float, help="of a window with fake stages (default 8)")
     parser.add_argument(
@@ -81,9 +86,10 @@ class Bench:
         return curves.measure(self._bed(), picture, quick=self._quick)
 
     def _fronts(self) -> dict[str, float]:
-        fronts = [str(FOLDER / "fronts"), str(self._cache / "fronts")]
-        subprocess.run(fronts, check=True, env=environment(PYTHON=sys.executable))
-        folder = model.prepare(self._cache)
+        if self._asked.model is None:
+            fronts = [str(FOLDER / "fronts"), str(self._cache / "fronts")]
+            subprocess.run(fronts, check=True, env=environment(PYTHON=sys.executable))
+        folder = self._asked.model or model.prepare(self._cache)
         setting = servers.Setting(self._cache, self._logs, folder, self._asked.generators)
         work = versus.Work(self._rounds, self._asked.streams, self._asked.tokens)
         return versus.measure(setting, work, self._asked.fronts)

@@ -19,7 +19,7 @@ import yaml
 from bench.load import Load
 from bench.processes import Measured, environment, free_port
 
-ENGINE_ARGS: dict[str, Any] = {
+CPU_ARGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "enforce_eager": True,
     "max_model_len": 512,
@@ -32,6 +32,21 @@ ENGINE_ARGS: dict[str, Any] = {
     "generation_config": "vllm",
     "seed": 0,
 }
+CUDA_ARGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    # Five engines share one device.
+    "gpu_memory_utilization": 0.15,
+    "load_format": "dummy",
+    "max_model_len": 1024,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+    "generation_config": "vllm",
+    "seed": 0,
+}
+CUDA = Path("/dev/nvidia0").exists()
+ENGINE_ARGS = CUDA_ARGS if CUDA else CPU_ARGS
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0-1"),
@@ -122,11 +137,13 @@ def _http(setting: Setting, log: Path) -> tuple[list[str], dict[str, str], dict[
 def _rust(setting: Setting, log: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
     port, grpc_port = free_port(), free_port()
     folder = setting.cache / "fronts" / "rust"
-    more = {
-        "VLLM_USE_RUST_FRONTEND": "1",
-        "VLLM_RUST_FRONTEND_PATH": str(folder / "vllm-rs"),
-        "PYTHONPATH": str(folder / "site"),
-    }
+    more = {"VLLM_USE_RUST_FRONTEND": "1"}
+    if not CUDA:
+        # The CPU build has none of its own.
+        more |= {
+            "VLLM_RUST_FRONTEND_PATH": str(folder / "vllm-rs"),
+            "PYTHONPATH": str(folder / "site"),
+        }
     command = [*_serve(setting, port), "--grpc-port", str(grpc_port)]
     return command, more, {"rust": f"127.0.0.1:{grpc_port}", "http": f"127.0.0.1:{port}"}
 
@@ -158,7 +175,18 @@ def running(setting: Setting, names: list[str]) -> Iterator[list[Front]]:
                 servers[server] = stack.enter_context(Measured(command, log, env)), targets
             process, targets = servers.get(server, (None, {}))
             fronts.append(_front(stack, setting, name, protocol, process, targets))
+            # One loads after the other where there are few cores.
+            if not CUDA:
+                _await([fronts[-1]])
+        if CUDA:
+            _await(fronts)
         yield fronts
+
+
+def _await(fronts: list[Front]) -> None:
+    for front in fronts:
+        print(f"    starting {front.name}", flush=True)
+        front.load.ready()
 
 
 def _front(
@@ -175,6 +203,4 @@ def _front(
     log = setting.logs / f"load-{name}.log"
     load = Load(protocol, target, count, environment(**ENGINE_ENVIRONMENT), log)
     stack.callback(load.close)
-    print(f"    starting {name}", flush=True)
-    load.ready()
     return Front(name, load, process)
