@@ -1,0 +1,206 @@
+"""What the documents say, done: their commands and programs run, what they name exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from omni_grpc.config import PipelineConfig, ServerConfig
+from omni_grpc.errors import OmniError
+from omni_grpc.topology import check_pipeline
+from scripts import render_docs
+from tests.balanced import free_ports
+from tests.documents import ROOT, Block, blocks, documents, perform, table
+from tests.running import ServerProcess
+
+DOCS = ROOT / "docs"
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "clients/go/README.md": "test_clients.py",
+    "clients/java/README.md": "test_clients.py",
+    "clients/node/README.md": "test_clients.py",
+    "clients/python/README.md": "test_client.py",
+    "docs/load-balancing.md": "test_load_balancing.py",
+    "docs/security.md": "test_secure_start.py",
+    "k8s/README.md": "test_cluster_readme.py",
+}
+"""Documents whose code blocks another file of tests takes."""
+
+RUN = ("sh", "python")
+CHECKED = ("yaml", "json", "proto", "haproxy")
+"""Languages that are data: held against what reads them, not run."""
+
+COMMAND = re.compile(r"^(omni-grpc|make|grpcurl|pip|kubectl|python) ", re.MULTILINE)
+TO_COME = {"docs/security.md", "docs/observability.md", "clients/go", "clients/java", "clients/node"}
+"""What is linked to before it is there."""
+
+
+def performed() -> list[Path]:
+    """The documents that hold something to run, and that no other test runs."""
+    return [
+        document
+        for document in documents()
+        if str(document.relative_to(ROOT)) not in ELSEWHERE
+        and any(block.language in RUN and block.left_out is None for block in blocks(document))
+    ]
+
+
+def every_block() -> Iterator[Block]:
+    """All code blocks of all documents."""
+    for document in documents():
+        yield from blocks(document)
+
+
+@pytest.fixture(scope="module")
+def echo_port() -> Iterator[int]:
+    """Where `echo` is served."""
+    with ServerProcess("echo") as server:
+        yield server.await_serving()
+
+
+def text_of(name: str) -> str:
+    """A document's text."""
+    return (DOCS / name).read_text()
+
+
+# ---------------------------------------------------------------- all documents
+
+
+@pytest.mark.parametrize("document", performed(), ids=lambda path: path.name)
+def test_what_a_document_says_can_be_done(
+    document: Path, echo_port: int, tmp_path: Path
+) -> None:
+    found = blocks(document)
+    serves = any(re.search(r"^omni-grpc serve", block.text, re.MULTILINE) for block in found)
+    (port,) = free_ports(1) if serves else (echo_port,)
+    printed = perform(found, tmp_path, port)
+    for block in found:
+        # What a block is said to print, where it is said.
+        if block.options == "printed":
+            assert block.text in printed, f"{block} is not in\n{printed}"
+
+
+def test_no_code_is_overlooked() -> None:
+    known = {*RUN, *CHECKED, "text"}
+    assert [str(block) for block in every_block() if block.language not in known] == []
+    for name, test in ELSEWHERE.items():
+        if (ROOT / name).exists():
+            assert (ROOT / "tests" / test).exists(), name
+
+
+def test_little_is_left_out_and_why() -> None:
+    reasons = {"make", "a GPU", "a cluster"}
+    left_out = [block for block in every_block() if block.left_out is not None]
+    assert {block.left_out.removeprefix("needs ") for block in left_out if block.left_out} <= reasons
+    assert len(left_out) <= 4, [str(block) for block in left_out]
+
+
+def test_commands_stand_in_blocks_that_are_run() -> None:
+    for document in documents():
+        fenced = re.findall(r"^```([^\n]*)\n(.*?)^```$", document.read_text(), re.M | re.S)
+        for plain in (text for options, text in fenced if not options):
+            assert not COMMAND.search(plain), f"{document}: {plain}"
+
+
+def test_links_lead_somewhere() -> None:
+    for document in documents():
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text()):
+            name, _, anchor = link.partition("#")
+            path = document.parent / name if name else document
+            if str(path.resolve().relative_to(ROOT)) in TO_COME:
+                continue
+            assert path.exists(), f"{document}: {link}"
+            if anchor:
+                assert anchor in anchors(path.read_text()), f"{document}: {link}"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_data_is_what_reads_it_takes() -> None:
+    seen = 0
+    for document in documents():
+        if str(document.relative_to(ROOT)) in ELSEWHERE:
+            continue
+        for block in blocks(document):
+            if block.language == "json":
+                json.loads(block.text)
+            elif block.language == "yaml" and block.file is None:
+                seen += 1
+                content = yaml.safe_load(block.text)
+                if "stages" in content:
+                    check_pipeline(PipelineConfig.model_validate(content), str(block))
+                else:
+                    ServerConfig.model_validate(content)
+    assert seen >= 5
+
+
+def test_what_comes_from_the_code_is_what_the_code_says() -> None:
+    drifted = [path for path, text in render_docs.rendered().items() if path.read_text() != text]
+    assert drifted == [], "run 'make docs'"
+
+
+# ---------------------------------------------------------------- one by one
+
+
+def test_worked_example_is_short() -> None:
+    (module,) = blocks(DOCS / "pipelines.md", "python")[:1]
+    assert module.file == "morse.py"
+    assert module.text.count("\n") < 100
+
+
+def test_advice_is_given_for_every_error() -> None:
+    advised = {reason.strip("`") for reason, *_ in table(DOCS / "errors.md", "What to do")}
+    assert advised == set(OmniError.by_reason)
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_steps_of_structure_name_what_there_is(step: int) -> None:
+    rows = re.findall(r"^\| (\d) \|(.*)$", text_of("structure.md"), re.MULTILINE)
+    assert [number for number, _ in rows] == [str(n) for n in range(1, 9)]
+    assert named_code(rows[step][1])
+    assert_named_code_exists(rows[step][1])
+
+
+def test_all_of_structure_names_what_there_is() -> None:
+    assert_named_code_exists(text_of("structure.md"))
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    for wrong in ("`gone.py`", "`run.py` `Gone`", "`run.py` `Run.gone`", "`pool.py` `Slot`, `gone`"):
+        with pytest.raises(AssertionError):
+            assert_named_code_exists(wrong)
+
+
+def named_code(text: str) -> list[tuple[str, list[str]]]:
+    """The files that the text names, each with the names that follow it at once."""
+    found = re.findall(r"`([\w/]+\.py)`((?:[\s,]+`(?![\w/]+\.py`)[^`]+`)*)", text)
+    return [(file, re.findall(r"`([^`]+)`", names)) for file, names in found]
+
+
+def assert_named_code_exists(text: str) -> None:
+    """Every file that the text names exists, and the names that follow it are defined in it."""
+    for file, names in named_code(text):
+        path = ROOT / "omni_grpc" / file
+        assert path.exists(), file
+        for name in names:
+            kind, _, member = name.rpartition(".") if name[0].islower() else name.partition(".")
+            assert_defined(path.read_text(), kind, member, f"{file} {name}")
+
+
+def assert_defined(source: str, kind: str, member: str, name: str) -> None:
+    """The class, and in it or else at the module's level the function, is in the source."""
+    if kind:
+        found = re.search(rf"^class {kind}\b.*?(?=^[^\s)]|\Z)", source, re.MULTILINE | re.DOTALL)
+        assert found is not None, name
+        source = found[0]
+    if member:
+        assert re.search(rf"^\s*(async )?def {member}\b", source, re.MULTILINE), name
