@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from omni_grpc import config, errors
+from omni_grpc import config, errors, ledger
 from scripts.render_contract import contract
 
 DOCS = Path("docs")
@@ -156,10 +156,17 @@ def _default(value: object) -> str:
     return f"`{value}`"
 
 
+def all_errors() -> dict[str, type[errors.OmniError]]:
+    """The service's errors by reason: those of errors.py, and the ledger's."""
+    assert ledger.EventIdConflict.reason in errors.OmniError.by_reason
+    known = errors.OmniError.by_reason.items()
+    return {reason: error for reason, error in known if error.__module__.startswith("omni_grpc.")}
+
+
 def errors_table() -> str:
     """All errors of the service, by status code as errors.py draws them."""
     lines = ["| reason | status | what happened |", "|---|---|---|"]
-    for reason, error in errors.OmniError.by_reason.items():
+    for reason, error in all_errors().items():
         text = " ".join((error.__doc__ or "").split())
         lines.append(f"| `{reason}` | {error.code.name} | {text} |")
     return "\n".join(lines) + "\n"
