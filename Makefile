@@ -10,6 +10,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PIPELINES ?= smol-voice
 HOST ?=
 PORT ?=
+SERVE_ARGS ?=
 PYTEST_ARGS ?=
 
 # A stamp is as new as the requirement files it was made from: the second run installs nothing.
@@ -25,12 +26,12 @@ CLIENT := $(wildcard clients/python/pyproject.toml)
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
 	  || grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
-	@echo "Variables: PIPELINES='$(PIPELINES)' HOST PORT (serve) · PYTEST_ARGS (test) · DEVICE=$(DEVICE) PYTHON VENV=$(VENV)"
+	@echo "Variables: PIPELINES='$(PIPELINES)' HOST PORT SERVE_ARGS (serve) · PYTEST_ARGS (test) · DEVICE=$(DEVICE) PYTHON VENV=$(VENV)"
 
 serve: env ## a running server with real models: installs, prepares the models, serves
 	@echo "==> serving $(PIPELINES) on $(DEVICE)"
 	@exec $(BIN)/omni-grpc serve $(foreach name,$(PIPELINES),--pipeline $(name)) \
-	  $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT))
+	  $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(SERVE_ARGS)
 
 env: $(PACKAGES_STAMP) ## .venv with what the server needs
 env-dev: env $(DEV_STAMP) ## .venv with the tools too

@@ -5,6 +5,7 @@ from omni_grpc.v1.prompt_pb2 import Media, Message, MessagePart, Messages, Promp
 from omni_grpc.v1.service_pb2 import AddRequestRequest
 from omni_grpc_client.answer import Answer, AnswerBuilder
 from omni_grpc_client.client import AbortOutcome, OmniClient
+from omni_grpc_client.credentials import InsecureTokenError, tls_credentials
 from omni_grpc_client.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -107,6 +108,7 @@ __all__ = [
     "Image",
     "ImageChunk",
     "ImageFormat",
+    "InsecureTokenError",
     "Interaction",
     "InternalError",
     "Interrupted",
@@ -160,4 +162,5 @@ __all__ = [
     "WavWriter",
     "make_media",
     "make_params",
+    "tls_credentials",
 ]

@@ -15,6 +15,7 @@ from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.v1.prompt_pb2 import Media
 from omni_grpc.v1.service_pb2 import AddRequestRequest
 from omni_grpc_client.answer import Answer, AnswerBuilder
+from omni_grpc_client.credentials import authorization
 from omni_grpc_client.errors import ProtocolError, decode_error
 from omni_grpc_client.events import Accepted, Event
 from omni_grpc_client.feed import Feeder, StreamedRequest
@@ -29,6 +30,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # what is between from forgetting the connection. The server takes one every 10 s.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # What counts in grpcio 1.85; the one above is for others.
+    ("grpc.http2.ping_timeout_ms", 20_000),
 )
 # Message limits stay gRPC's own: no message of the contract is larger than 1 MiB.
 
@@ -48,17 +51,22 @@ class OmniClient:
     """A client of one server, `async with OmniClient("localhost:50051") as client`.
 
     One client serves any number of calls at once. Every method raises OmniCallError. `credentials`
-    is for TLS (`grpc.ssl_channel_credentials()`), composed with a token's where there is one; none:
-    plain text. `options` are gRPC's channel options, over CHANNEL_OPTIONS."""
+    is for TLS (see tls_credentials); none: plain text. `token` goes with every call; in plain text
+    to this machine only, unless `insecure_token` (InsecureTokenError). `options` are gRPC's channel
+    options, over CHANNEL_OPTIONS."""
 
     def __init__(
         self,
         target: str = "localhost:50051",
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        insecure_token: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.target = target
+        protected = credentials is not None or insecure_token
+        self._authorization = authorization(token, target, protected=protected)
         self._credentials = credentials
         self._options = tuple({**dict(CHANNEL_OPTIONS), **(options or {})}.items())
         self._channel: grpc.aio.Channel | None = None
@@ -115,7 +123,7 @@ class OmniClient:
             prompt, pipeline, request_id, stage_params, output_modalities, tuple(media)
         )
         call = self._ready.AddRequest(
-            request, timeout=timeout, metadata=_mirrored(request.request_id)
+            request, timeout=timeout, metadata=self._metadata(request.request_id)
         )
         async with aclosing(read_events(call)) as events:
             async for event in events:
@@ -171,7 +179,7 @@ class OmniClient:
             if not prompt:
                 request.ClearField("prompt")
         call = self._ready.AddRequest(
-            request, timeout=timeout, metadata=_mirrored(request.request_id)
+            request, timeout=timeout, metadata=self._metadata(request.request_id)
         )
         async with aclosing(read_events(call)) as events:
             accepted = await anext(events)
@@ -185,7 +193,7 @@ class OmniClient:
         manager. `next_seq` is the number of its first chunk."""
         stub = self._ready
         return Feeder(
-            lambda: stub.StreamingUpdate(metadata=_mirrored(request_id)), request_id, next_seq
+            lambda: stub.StreamingUpdate(metadata=self._metadata(request_id)), request_id, next_seq
         )
 
     @asynccontextmanager
@@ -216,7 +224,7 @@ class OmniClient:
             if resumable and not prompt and not request.prompt.media:
                 request.ClearField("prompt")
         call = self._ready.SubmitInteraction(
-            timeout=timeout, metadata=_mirrored(request.request_id)
+            timeout=timeout, metadata=self._metadata(request.request_id)
         )
         async with open_session(call, service_pb2.InteractionSetup(open=request)) as session:
             yield session
@@ -228,7 +236,7 @@ class OmniClient:
         """A session on a request that runs, whoever opened it. `receive_outputs`: its events come
         here too, from now on. Leaving the block leaves the request as it is."""
         attach = service_pb2.Attach(request_id=request_id, receive_outputs=receive_outputs)
-        call = self._ready.SubmitInteraction(timeout=timeout, metadata=_mirrored(request_id))
+        call = self._ready.SubmitInteraction(timeout=timeout, metadata=self._metadata(request_id))
         async with open_session(call, service_pb2.InteractionSetup(attach=attach)) as session:
             yield session
 
@@ -239,7 +247,7 @@ class OmniClient:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         request = service_pb2.AbortRequest(request_ids=ids)
         # Several ids may be on several pods: behind a balancer that chooses by id, abort each.
-        metadata = _mirrored(ids[0]) if len(ids) == 1 else ()
+        metadata = self._metadata(ids[0] if len(ids) == 1 else "")
         response: service_pb2.AbortResponse = await _unary(
             self._ready.Abort(request, timeout=timeout, metadata=metadata)
         )
@@ -248,12 +256,21 @@ class OmniClient:
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """What is served: pipelines, stages, modalities, formats, limits, capabilities."""
         request = service_pb2.GetServerInfoRequest()
-        return decode_server_info(await _unary(self._ready.GetServerInfo(request, timeout=timeout)))
+        return decode_server_info(
+            await _unary(
+                self._ready.GetServerInfo(request, timeout=timeout, metadata=self._metadata())
+            )
+        )
 
     async def load(self, *, timeout: float | None = None) -> tuple[StageLoad, ...]:
         """The present load of every stage and replica."""
         request = service_pb2.GetLoadRequest()
-        return decode_load(await _unary(self._ready.GetLoad(request, timeout=timeout)))
+        return decode_load(
+            await _unary(self._ready.GetLoad(request, timeout=timeout, metadata=self._metadata()))
+        )
+
+    def _metadata(self, request_id: str = "") -> tuple[tuple[str, str], ...]:
+        return (*_mirrored(request_id), *self._authorization)
 
     @property
     def _ready(self) -> Any:
