@@ -20,7 +20,7 @@ PACKAGES_STAMP := $(VENV)/.stamp-packages
 DEV_STAMP := $(VENV)/.stamp-dev
 CLIENT := $(wildcard clients/python/pyproject.toml)
 
-.PHONY: help serve env env-dev test check format protos clean bench
+.PHONY: help serve env env-dev toolchains test check format protos clean bench
 .PHONY: check-format check-lint check-types check-imports check-protos check-stubs check-functions check-manifests
 
 help: ## this list
@@ -52,7 +52,11 @@ $(PACKAGES_STAMP): pyproject.toml $(CLIENT) $(RUNTIME_STAMP)
 	@scripts/environment packages
 	@touch $@
 
-test: check ## all checks, then all tests
+# The clients' own: a machine that has them not, and may not install them, tests the rest.
+toolchains: ## what builds the clients in Go, Java and TypeScript; installs Debian's packages as root
+	@scripts/toolchains || echo "==> tests of clients that cannot be built here will be reported as not run"
+
+test: check toolchains ## all checks, then all tests
 	@echo "==> tests"
 	@status=0; $(BIN)/python -m pytest $(PYTEST_ARGS) || status=$$?; \
 	  if [ $$status -eq 1 ]; then \
@@ -114,5 +118,6 @@ bench: env-dev
 endif
 
 clean: ## removes .venv and every cache of the tools
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist \
+	  clients/*/build clients/node/gen clients/node/node_modules
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
