@@ -25,17 +25,18 @@ ORDER = ("service", "prompt", "params", "output", "info", "common", "admin")
 """From the door inwards; a file that is not named here comes last."""
 HEAD = """# The contract
 
-Package `omni_grpc.v1`, from the comments in [protos/omni_grpc/v1](../protos/omni_grpc/v1). `make docs` writes this page.
+Package `omni_grpc.v1`, from the comments in [protos/omni_grpc/v1](../protos/omni_grpc/v1).
+`make docs` writes this page.
 
-A field that is *optional* knows unset from 0, false and "". Of the fields of one *oneof* at most one is set. Field numbers are in
-the protos. What a call that fails says is in [errors.md](errors.md).
+A field that is *optional* knows unset from 0, false and "". Of the fields of one *oneof* at most
+one is set. Field numbers are in the protos. What a call that fails says is in
+[errors.md](errors.md).
 """
 
 # Numbers of fields in descriptor.proto, of which paths in a file's source information are made.
 MESSAGES, ENUMS, SERVICES = 4, 5, 6
 FIELDS, NESTED, MESSAGE_ENUMS, VALUES, METHODS = 2, 3, 4, 2, 2
 
-Field = FieldDescriptorProto
 SCALARS = {
     number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()
 }
@@ -45,7 +46,9 @@ class Comments:
     """The comments of one file, by path."""
 
     def __init__(self, file: FileDescriptorProto) -> None:
-        self._by_path = {tuple(l.path): l.leading_comments for l in file.source_code_info.location}
+        self._by_path = {
+            tuple(place.path): place.leading_comments for place in file.source_code_info.location
+        }
 
     def at(self, *path: int) -> str:
         """The comment there, its paragraphs kept, lines within them joined."""
@@ -94,7 +97,7 @@ def _service(
         (f"`{m.name}`", _signature(m), comments.cell(*path, METHODS, place))
         for place, m in enumerate(service.method)
     ]
-    yield from _table(("rpc", "takes → gives", ""), rows)
+    yield from _table(("rpc", "takes → gives", "meaning"), rows)
 
 
 def _signature(method: MethodDescriptorProto) -> str:
@@ -114,7 +117,7 @@ def _message(
         (f"`{field.name}`", _type(field, message), comments.cell(*path, FIELDS, place))
         for place, field in enumerate(message.field)
     ]
-    yield from _table(("field", "type", ""), rows)
+    yield from _table(("field", "type", "meaning"), rows)
     for place, nested in enumerate(message.nested_type):
         yield from _message(nested, comments, (*path, NESTED, place), f"{name}.")
     for place, enum in enumerate(message.enum_type):
@@ -155,7 +158,7 @@ def _enum(
         (f"`{value.name}`", str(value.number), comments.cell(*path, VALUES, place))
         for place, value in enumerate(enum.value)
     ]
-    yield from _table(("value", "number", ""), rows)
+    yield from _table(("value", "number", "meaning"), rows)
 
 
 def _title(name: str, comment: str) -> Iterator[str]:

@@ -71,7 +71,7 @@ def keys_table(model: type[BaseModel]) -> str:
     """The keys of a configuration: type, default, meaning."""
     schema = model.model_json_schema()
     docstrings = attribute_docstrings(model)
-    lines = ["| key | type | default | |", "|---|---|---|---|"]
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         kind = _kind(schema["properties"][name], schema.get("$defs", {}))
         default = "required" if field.is_required() else _default(field.default)

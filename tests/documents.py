@@ -5,6 +5,9 @@ What stands behind a block's language says what is done with it:
     ```sh                      run
     ```python                  run by itself
     ```yaml file=shout.yaml    written into the folder; so is any other language with `file=`
+    ```sh models               run where a test asks for blocks with that word
+    ```go from=clients/x.go    a part of that file, which tests run; `// ...` is a gap
+    ```text printed            what the document's commands print, among other things
     ```sh no-run: the reason   left out: it cannot run where tests run
 
 `omni-grpc serve` goes on in the background until the next one, or the end. Wherever the document
@@ -26,7 +29,7 @@ from tests.running import BIN
 from tests.support import ENVIRONMENT, ROOT
 
 TARGET = "localhost:50051"
-LINKED = (".venv", "clients", "docs", "k8s", "omni_grpc", "protos", "README.md")
+LINKED = (".venv", "clients", "docs", "k8s", "omni_grpc", "protos", "scripts", "README.md")
 """What a reader has in the repository's root, where the commands are to be typed."""
 
 FENCE = re.compile(r"^```(\w+)(?: +(\S[^\n]*))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,7 +48,7 @@ omni-grpc() {
       SERVER=$!
       until grep -q '^Serving ' server.log; do
         TRIED=$((TRIED + 1))
-        kill -0 "$SERVER" 2>/dev/null && [ $TRIED -lt 1500 ] || { cat server.log >&2; return 1; }
+        kill -0 "$SERVER" 2>/dev/null && [ $TRIED -lt 9000 ] || { cat server.log >&2; return 1; }
         sleep 0.02
       done ;;
     generate | describe | speak | live)
@@ -74,6 +77,12 @@ class Block:
     def left_out(self) -> str | None:
         """Why it is not run; None: it is."""
         found = re.match(r"no-run: (.+)", self.options)
+        return found[1] if found else None
+
+    @property
+    def origin(self) -> str | None:
+        """The file that it is a part of; None: of none."""
+        found = re.fullmatch(r"from=(\S+)", self.options)
         return found[1] if found else None
 
     @property
@@ -114,16 +123,16 @@ def blocks(document: Path, language: str | None = None) -> list[Block]:
     return [block for block in found if language in (None, block.language)]
 
 
-def script_of(blocks: list[Block], port: int) -> str:
-    """What the blocks say, as one shell script for a server at that port."""
+def script_of(blocks: list[Block], port: int, word: str = "") -> str:
+    """What the blocks with that word say, as one shell script for a server at that port."""
     parts = [PRELUDE]
     for block in blocks:
         text = block.text.replace(TARGET, f"localhost:{port}")
         end = f"END-OF-LINE-{block.line}"
-        if block.left_out is not None:
-            continue
         if block.file is not None:
             parts.append(f"cat >{shlex.quote(block.file)} <<'{end}'\n{text}{end}\n")
+        elif block.options != word:
+            continue
         elif block.language == "sh":
             parts.append(text)
         elif block.language == "python":
@@ -136,10 +145,12 @@ def perform(
     folder: Path,
     port: int,
     *,
-    timeout: float = 28,
+    word: str = "",
+    timeout: float = 80,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Does what the blocks say, in the folder; what they print. AssertionError if one fails.
+    """Does what the blocks with that word say, in the folder; what they print. AssertionError if
+    one fails.
 
     Where they start no server of their own, there must be one at the port."""
     for name in LINKED:
@@ -157,15 +168,15 @@ def perform(
         env={
             **os.environ,
             **ENVIRONMENT,
+            "PYTHON": sys.executable,
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "OWN_PATH": f"{ROOT}:{ROOT / 'clients/python'}",
             "PORT": str(port),
-            "TMPDIR": str(folder),
             **(environment or {}),
         },
     )
     try:
-        printed, complaints = process.communicate(script_of(blocks, port), timeout)
+        printed, complaints = process.communicate(script_of(blocks, port, word), timeout)
     finally:
         end_session(process)
     assert process.returncode == 0, f"{printed}\n{complaints}"
@@ -185,13 +196,22 @@ def end_session(process: subprocess.Popen[str]) -> None:
 def table(document: Path, heading: str) -> list[list[str]]:
     """The rows of the first table below a heading, without its head; cells as written."""
     text = document.read_text()
-    found = re.search(
-        rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL
-    )
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
     assert found is not None, f"{document.name} has no heading {heading!r}"
     lines = [line for line in found[1].splitlines() if line.startswith("|")]
     assert len(lines) > 2, f"{document.name}: no table below {heading!r}"
-    return [
-        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        for line in lines[2:]
-    ]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def is_part_of(text: str, whole: str) -> bool:
+    """Whether the text's lines stand in the whole, in order and without gap but where `// ...`
+    says so; indentation does not count."""
+    lines = [line.strip() for line in whole.splitlines()]
+    at = 0
+    for part in re.split(r"^// \.\.\.\n", text, flags=re.MULTILINE):
+        wanted = [line.strip() for line in part.splitlines()]
+        while lines[at : at + len(wanted)] != wanted:
+            at += 1
+            if at >= len(lines):
+                return False
+    return True
