@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from omni_grpc.config import PipelineConfig, ServerConfig
+from omni_grpc.config import read_pipeline
+from omni_grpc.placement import check_memory
 from omni_grpc.topology import check_pipeline
 from scripts import render_docs
 from tests.balanced import free_ports
@@ -150,8 +151,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_data_is_what_reads_it_takes() -> None:
-    seen = 0
+def test_data_is_what_reads_it_takes(tmp_path: Path) -> None:
     for document in documents():
         if str(document.relative_to(ROOT)) in ELSEWHERE:
             continue
@@ -159,13 +159,35 @@ def test_data_is_what_reads_it_takes() -> None:
             if block.language == "json":
                 json.loads(block.text)
             elif block.language == "yaml" and block.file is None:
-                seen += 1
-                content = yaml.safe_load(block.text)
-                if "stages" in content:
-                    check_pipeline(PipelineConfig.model_validate(content), str(block))
-                else:
-                    ServerConfig.model_validate(content)
-    assert seen >= 5
+                # The others are served.
+                file = tmp_path / "pipeline.yaml"
+                file.write_text(block.text)
+                config = read_pipeline(file)
+                check_pipeline(config, str(block))
+                check_memory(config.stages)
+
+
+@pytest.mark.slow
+def test_arguments_of_vllm_on_the_pages_are_vllms() -> None:
+    stages = [
+        stage
+        for name in ("models.md", "pipelines.md")
+        for block in blocks(DOCS / name, "yaml")
+        for stage in yaml.safe_load(block.text)["stages"]
+        if stage["engine"] == "vllm"
+    ]
+    prose = re.findall(r"`(enable_\w+|\w+_size|scheduling_policy|otlp_\w+)", text_of("models.md"))
+    used = {key for stage in stages for key in stage.get("engine_args", {})} | set(prose)
+    assert len(used) > 8
+    names = "[field.name for field in dataclasses.fields(AsyncEngineArgs)]"
+    program = (
+        f"from vllm.engine.arg_utils import AsyncEngineArgs; import dataclasses; print({names})"
+    )
+    told = subprocess.run(
+        (sys.executable, "-c", program), capture_output=True, text=True, check=True
+    )
+    known = set(re.findall(r"'(\w+)'", told.stdout.splitlines()[-1]))
+    assert used - known == set()
 
 
 def rendering(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
