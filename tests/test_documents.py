@@ -10,13 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import yaml
 
 from omni_grpc.config import read_pipeline
 from omni_grpc.placement import check_memory
 from omni_grpc.topology import check_pipeline
+from omni_grpc.v1 import admin_pb2, admin_pb2_grpc
 from scripts import render_docs
 from tests.balanced import free_ports
 from tests.documents import Block, blocks, documents, is_part_of, perform, table
@@ -88,6 +91,34 @@ def test_what_a_document_says_can_be_done(document: Path, echo_port: int, tmp_pa
         # What a block is said to print, where it is said.
         if block.options == "printed":
             assert block.text in printed, f"{block} is not in\n{printed}"
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "complaint"),
+    [
+        ("sh", "false\necho went on\n", "failed: false"),
+        ("sh", "false | cat\n", "failed: "),
+        ("python", "print(1)\nraise SystemExit('no')\n", "no"),
+        ("sh", "omni-grpc serve --pipeline nowhere.yaml\n", "nowhere.yaml: neither a file"),
+    ],
+)
+def test_what_cannot_be_done_is_noticed(
+    language: str, text: str, complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=complaint) as failure:
+        perform([Block("page.md", 1, language, "", text)], tmp_path, 1)
+    assert "went on" not in str(failure.value)
+
+
+def test_what_has_a_word_or_a_reason_is_left_out(tmp_path: Path) -> None:
+    page = [
+        Block("page.md", 1, "sh", "no-run: it fails", "false\n"),
+        Block("page.md", 2, "sh", "models", "echo models at localhost:50051\n"),
+        Block("page.md", 3, "json", "file=kept.json", "{}\n"),
+    ]
+    assert perform(page, tmp_path, 7) == ""
+    assert perform(page, tmp_path, 7, word="models") == "models at localhost:7\n"
+    assert (tmp_path / "kept.json").read_text() == "{}\n"
 
 
 def test_no_code_is_overlooked() -> None:
@@ -233,55 +264,27 @@ def test_worked_example_is_short() -> None:
     assert module.text.count("\n") < 100
 
 
+def test_worked_example_knows_the_verbs_that_the_page_does_not_call(tmp_path: Path) -> None:
+    for block in blocks(DOCS / "pipelines.md"):
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text)
+    path = {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"}
+    arguments = ("--port", "0", "--admin-port", "0")
+    with ServerProcess(
+        str(tmp_path / "morse.yaml"), arguments=arguments, environment=path
+    ) as server:
+        server.await_serving()
+        port = server.await_log(r"AdminService on 127\.0\.0\.1:(\d+)")[1]
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
+            beeper, keyer = ({"stage": name} for name in ("beeper", "keyer"))
+            (done,) = admin.ResetCache(admin_pb2.ResetCacheRequest(target=beeper)).results
+            assert done.status.code == 0
+            (refused,) = admin.ResetCache(admin_pb2.ResetCacheRequest(target=keyer)).results
+            assert refused.status.reason == "NOT_SUPPORTED"
+        assert server.end() == 0
+
+
 def test_advice_is_given_for_every_error() -> None:
     advised = {reason.strip("`") for reason, *_ in table(DOCS / "errors.md", "What to do")}
     assert advised == set(render_docs.all_errors())
-
-
-@pytest.mark.parametrize("step", range(8))
-def test_steps_of_structure_name_what_there_is(step: int) -> None:
-    rows = re.findall(r"^\| (\d) \|(.*)$", text_of("structure.md"), re.MULTILINE)
-    assert [number for number, _ in rows] == [str(n) for n in range(1, 9)]
-    assert named_code(rows[step][1])
-    assert_named_code_exists(rows[step][1])
-
-
-def test_all_of_structure_names_what_there_is() -> None:
-    assert_named_code_exists(text_of("structure.md"))
-
-
-def test_a_name_that_is_gone_is_noticed() -> None:
-    for wrong in (
-        "`gone.py`",
-        "`run.py` `Gone`",
-        "`run.py` `Run.gone`",
-        "`pool.py` `Slot`, `gone`",
-    ):
-        with pytest.raises(AssertionError):
-            assert_named_code_exists(wrong)
-
-
-def named_code(text: str) -> list[tuple[str, list[str]]]:
-    """The files that the text names, each with the names that follow it at once."""
-    found = re.findall(r"`([\w/]+\.py)`((?:[\s,]+`(?![\w/]+\.py`)[^`]+`)*)", text)
-    return [(file, re.findall(r"`([^`]+)`", names)) for file, names in found]
-
-
-def assert_named_code_exists(text: str) -> None:
-    """Every file that the text names exists, and the names that follow it are defined in it."""
-    for file, names in named_code(text):
-        path = ROOT / "omni_grpc" / file
-        assert path.exists(), file
-        for name in names:
-            kind, _, member = name.rpartition(".") if name[0].islower() else name.partition(".")
-            assert_defined(path.read_text(), kind, member, f"{file} {name}")
-
-
-def assert_defined(source: str, kind: str, member: str, name: str) -> None:
-    """The class, and in it or else at the module's level the function, is in the source."""
-    if kind:
-        found = re.search(rf"^class {kind}\b.*?(?=^[^\s)]|\Z)", source, re.MULTILINE | re.DOTALL)
-        assert found is not None, name
-        source = found[0]
-    if member:
-        assert re.search(rf"^\s*(async )?def {member}\b", source, re.MULTILINE), name
