@@ -51,10 +51,11 @@ def assert_named_code_exists(text: str) -> None:
 
 
 def assert_defined(source: str, kind: str, member: str, name: str) -> None:
-    """The class, and in it or else at the module's level the function, is in the source."""
+    """The class, and in it or else at the module's level the function or attribute, is in the
+    source."""
     if kind:
         found = re.search(rf"^class {kind}\b.*?(?=^[^\s)]|\Z)", source, re.MULTILINE | re.DOTALL)
         assert found is not None, name
         source = found[0]
     if member:
-        assert re.search(rf"^\s*(async )?def {member}\b", source, re.MULTILINE), name
+        assert re.search(rf"^\s*((async )?def |(self\.)?){member}\b( ?[(:=])", source, re.M), name
