@@ -20,8 +20,8 @@ PACKAGES_STAMP := $(VENV)/.stamp-packages
 DEV_STAMP := $(VENV)/.stamp-dev
 CLIENT := $(wildcard clients/python/pyproject.toml)
 
-.PHONY: help serve env env-dev toolchains test check format protos clean bench
-.PHONY: check-format check-lint check-types check-imports check-protos check-stubs check-functions check-manifests
+.PHONY: help serve env env-dev toolchains test check format protos docs clean bench
+.PHONY: check-format check-lint check-types check-imports check-protos check-stubs check-docs check-functions check-manifests
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -64,7 +64,7 @@ test: check toolchains ## all checks, then all tests
 	    status=0; $(BIN)/python -m pytest --last-failed $(PYTEST_ARGS) || status=$$?; \
 	  fi; exit $$status
 
-check: check-format check-lint check-types check-imports check-protos check-stubs check-functions check-manifests ## all checks, no tests
+check: check-format check-lint check-types check-imports check-protos check-stubs check-docs check-functions check-manifests ## all checks, no tests
 	@echo "==> all checks passed"
 
 check-format: env-dev
@@ -94,6 +94,10 @@ check-stubs: env-dev
 	@echo "==> stubs"
 	@PYTHON=$(BIN)/python scripts/check_stubs
 
+check-docs: env-dev
+	@echo "==> documents"
+	@$(BIN)/python -m scripts.render_docs --check
+
 check-functions: env-dev
 	@echo "==> function length"
 	@$(BIN)/python scripts/check_functions.py
@@ -106,6 +110,9 @@ check-manifests: env-dev
 protos: env-dev ## the Python stubs of the contract, regenerated
 	@echo "==> generating omni_grpc/v1"
 	@PYTHON=$(BIN)/python scripts/gen_protos
+
+docs: env-dev ## what documents have from the code: the contract, keys, errors
+	@$(BIN)/python -m scripts.render_docs
 
 format: env-dev ## formats and fixes what can be fixed
 	@$(BIN)/ruff format --quiet .
