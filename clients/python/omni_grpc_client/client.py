@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from urllib.parse import quote
 
 import grpc
+from google.protobuf.message import Message
 
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.v1.prompt_pb2 import Media
 from omni_grpc.v1.service_pb2 import AddRequestRequest
+from omni_grpc_client import conversation, tasks
 from omni_grpc_client.answer import Answer, AnswerBuilder
 from omni_grpc_client.errors import ProtocolError, decode_error
 from omni_grpc_client.events import Accepted, Event
 from omni_grpc_client.feed import Feeder, StreamedRequest
 from omni_grpc_client.info import ServerInfo, StageLoad, decode_load, decode_server_info
-from omni_grpc_client.interaction import Interaction, open_session
+from omni_grpc_client.interaction import Interaction, begin_session
 from omni_grpc_client.media import Modality, decode_enum
 from omni_grpc_client.order import read_events
 from omni_grpc_client.request import Params, PromptLike, build_request
+from omni_grpc_client.retry import NO_RETRY, RetryPolicy, attempted
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A model can think for minutes in silence: pings tell a dead peer from a busy one, and keep
@@ -32,7 +35,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 # Message limits stay gRPC's own: no message of the contract is larger than 1 MiB.
 
-T = TypeVar("T")
+DEFAULT_RETRY = RetryPolicy()
 
 
 class AbortOutcome(StrEnum):
@@ -49,16 +52,19 @@ class OmniClient:
 
     One client serves any number of calls at once. Every method raises OmniCallError. `credentials`
     is for TLS (`grpc.ssl_channel_credentials()`), composed with a token's where there is one; none:
-    plain text. `options` are gRPC's channel options, over CHANNEL_OPTIONS."""
+    plain text. `retry` says when a refused call is made again (None: never); a call's `timeout` is
+    for all of its attempts. `options` are gRPC's channel options, over CHANNEL_OPTIONS."""
 
     def __init__(
         self,
         target: str = "localhost:50051",
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        retry: RetryPolicy | None = DEFAULT_RETRY,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.target = target
+        self.retry = retry or NO_RETRY
         self._credentials = credentials
         self._options = tuple({**dict(CHANNEL_OPTIONS), **(options or {})}.items())
         self._channel: grpc.aio.Channel | None = None
@@ -88,6 +94,11 @@ class OmniClient:
         if self._channel is not None:
             await self._channel.close()
 
+    speak = tasks.speak
+    draw = tasks.draw
+    live = tasks.live
+    converse = conversation.converse
+
     async def stream(
         self,
         prompt: PromptLike | AddRequestRequest,
@@ -114,10 +125,9 @@ class OmniClient:
         request = _request(
             prompt, pipeline, request_id, stage_params, output_modalities, tuple(media)
         )
-        call = self._ready.AddRequest(
-            request, timeout=timeout, metadata=_mirrored(request.request_id)
-        )
-        async with aclosing(read_events(call)) as events:
+        accepted, events = await self._submit(request, timeout)
+        async with aclosing(events):
+            yield accepted
             async for event in events:
                 yield event
 
@@ -170,15 +180,9 @@ class OmniClient:
             request.resumable = True
             if not prompt:
                 request.ClearField("prompt")
-        call = self._ready.AddRequest(
-            request, timeout=timeout, metadata=_mirrored(request.request_id)
-        )
-        async with aclosing(read_events(call)) as events:
-            accepted = await anext(events)
-            if not isinstance(accepted, Accepted):
-                raise ProtocolError("the first event is not accepted")
-            async with self.feed(accepted.request_id) as feeder:
-                yield StreamedRequest(events, accepted, feeder)
+        accepted, events = await self._submit(request, timeout)
+        async with aclosing(events), self.feed(accepted.request_id) as feeder:
+            yield StreamedRequest(events, accepted, feeder)
 
     def feed(self, request_id: str, *, next_seq: int = 0) -> Feeder:
         """A feeder of a resumable request that runs, whoever opened it; to be used as a context
@@ -215,11 +219,12 @@ class OmniClient:
             request.resumable = resumable
             if resumable and not prompt and not request.prompt.media:
                 request.ClearField("prompt")
-        call = self._ready.SubmitInteraction(
-            timeout=timeout, metadata=_mirrored(request.request_id)
-        )
-        async with open_session(call, service_pb2.InteractionSetup(open=request)) as session:
+        setup = service_pb2.InteractionSetup(open=request)
+        session = await self._set_up(setup, request.request_id, timeout)
+        try:
             yield session
+        finally:
+            await session.close()
 
     @asynccontextmanager
     async def attach(
@@ -228,9 +233,12 @@ class OmniClient:
         """A session on a request that runs, whoever opened it. `receive_outputs`: its events come
         here too, from now on. Leaving the block leaves the request as it is."""
         attach = service_pb2.Attach(request_id=request_id, receive_outputs=receive_outputs)
-        call = self._ready.SubmitInteraction(timeout=timeout, metadata=_mirrored(request_id))
-        async with open_session(call, service_pb2.InteractionSetup(attach=attach)) as session:
+        setup = service_pb2.InteractionSetup(attach=attach)
+        session = await self._set_up(setup, request_id, timeout)
+        try:
             yield session
+        finally:
+            await session.close()
 
     async def abort(
         self, request_ids: str | Iterable[str], *, timeout: float | None = None
@@ -239,21 +247,64 @@ class OmniClient:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         request = service_pb2.AbortRequest(request_ids=ids)
         # Several ids may be on several pods: behind a balancer that chooses by id, abort each.
-        metadata = _mirrored(ids[0]) if len(ids) == 1 else ()
-        response: service_pb2.AbortResponse = await _unary(
-            self._ready.Abort(request, timeout=timeout, metadata=metadata)
+        mirrored = ids[0] if len(ids) == 1 else ""
+        response: service_pb2.AbortResponse = await self._unary(
+            self._ready.Abort, request, timeout, mirrored
         )
         return {result.request_id: _outcome(result.outcome) for result in response.results}
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """What is served: pipelines, stages, modalities, formats, limits, capabilities."""
         request = service_pb2.GetServerInfoRequest()
-        return decode_server_info(await _unary(self._ready.GetServerInfo(request, timeout=timeout)))
+        return decode_server_info(await self._unary(self._ready.GetServerInfo, request, timeout))
 
     async def load(self, *, timeout: float | None = None) -> tuple[StageLoad, ...]:
         """The present load of every stage and replica."""
         request = service_pb2.GetLoadRequest()
-        return decode_load(await _unary(self._ready.GetLoad(request, timeout=timeout)))
+        return decode_load(await self._unary(self._ready.GetLoad, request, timeout))
+
+    # ------------------------------------------------------------ attempts
+
+    async def _submit(
+        self, request: AddRequestRequest, timeout: float | None
+    ) -> tuple[Accepted, AsyncGenerator[Event, None]]:
+        """A request that was accepted: its first event, and all others."""
+        stub = self._ready
+
+        async def attempt(left: float | None) -> tuple[Accepted, AsyncGenerator[Event, None]]:
+            metadata = _mirrored(request.request_id)
+            events = read_events(stub.AddRequest(request, timeout=left, metadata=metadata))
+            first = await anext(events)
+            if not isinstance(first, Accepted):
+                raise ProtocolError("the first event is not accepted")
+            return first, events
+
+        return await attempted(self.retry, timeout, attempt)
+
+    async def _set_up(
+        self, setup: service_pb2.InteractionSetup, request_id: str, timeout: float | None
+    ) -> Interaction:
+        """A session that stands."""
+        stub = self._ready
+
+        async def attempt(left: float | None) -> Interaction:
+            call = stub.SubmitInteraction(timeout=left, metadata=_mirrored(request_id))
+            return await begin_session(call, setup)
+
+        return await attempted(self.retry, timeout, attempt)
+
+    async def _unary(
+        self, method: Any, request: Message, timeout: float | None, request_id: str = ""
+    ) -> Any:
+        """A call that may be made twice."""
+
+        async def attempt(left: float | None) -> Any:
+            try:
+                return await method(request, timeout=left, metadata=_mirrored(request_id))
+            except grpc.aio.AioRpcError as error:
+                raise decode_error(error) from None
+
+        return await attempted(self.retry, timeout, attempt)
 
     @property
     def _ready(self) -> Any:
@@ -291,13 +342,6 @@ def _mirrored(request_id: str) -> tuple[tuple[str, str], ...]:
         return ()
     # Percent-encoded where it is not printable ASCII, as the server mirrors it.
     return (("omni-request-id", quote(request_id, safe="!#$&'()*+,-./:;<=>?@[]^_`{|}~ \"\\")),)
-
-
-async def _unary(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise decode_error(error) from None
 
 
 def _outcome(number: int) -> AbortOutcome:

@@ -59,6 +59,10 @@ class PipelineInfo:
     max_duration: float
     input_timeout: float
 
+    def can(self, *capabilities: str) -> bool:
+        """Whether it has all of these ("resumable", "prompt.text", "output.audio", ...)."""
+        return all(self.capabilities.get(name) for name in capabilities)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
