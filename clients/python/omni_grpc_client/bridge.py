@@ -6,8 +6,10 @@ wait for them; any thread may call, each waits for its own."""
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import threading
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
@@ -33,6 +35,7 @@ class Bridge:
         self._closed = False
         self._closing = threading.Lock()
         self._thread.start()
+        _open.add(self)
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """What the coroutine gives. Where the wait is interrupted (Ctrl-C), the coroutine is
@@ -122,6 +125,16 @@ class Bridge:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()
+
+
+_open: weakref.WeakSet[Bridge] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # While threads still run: later, who waits for the loop would wait for ever.
+    for bridge in list(_open):
+        bridge.close()
 
 
 def _settle(future: Future[R], task: asyncio.Task[R]) -> None:
