@@ -10,6 +10,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PIPELINES ?= smol-voice
 HOST ?=
 PORT ?=
+SERVE_ARGS ?=
 PYTEST_ARGS ?=
 
 # A stamp is as new as the requirement files it was made from: the second run installs nothing.
@@ -19,18 +20,18 @@ PACKAGES_STAMP := $(VENV)/.stamp-packages
 DEV_STAMP := $(VENV)/.stamp-dev
 CLIENT := $(wildcard clients/python/pyproject.toml)
 
-.PHONY: help serve env env-dev test check format protos clean bench
+.PHONY: help serve env env-dev toolchains test check format protos clean bench
 .PHONY: check-format check-lint check-types check-imports check-protos check-stubs check-functions check-manifests
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
 	  || grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST)
-	@echo "Variables: PIPELINES='$(PIPELINES)' HOST PORT (serve) · PYTEST_ARGS (test) · DEVICE=$(DEVICE) PYTHON VENV=$(VENV)"
+	@echo "Variables: PIPELINES='$(PIPELINES)' HOST PORT SERVE_ARGS (serve) · PYTEST_ARGS (test) · DEVICE=$(DEVICE) PYTHON VENV=$(VENV)"
 
 serve: env ## a running server with real models: installs, prepares the models, serves
 	@echo "==> serving $(PIPELINES) on $(DEVICE)"
 	@exec $(BIN)/omni-grpc serve $(foreach name,$(PIPELINES),--pipeline $(name)) \
-	  $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT))
+	  $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(SERVE_ARGS)
 
 env: $(PACKAGES_STAMP) ## .venv with what the server needs
 env-dev: env $(DEV_STAMP) ## .venv with the tools too
@@ -51,7 +52,11 @@ $(PACKAGES_STAMP): pyproject.toml $(CLIENT) $(RUNTIME_STAMP)
 	@scripts/environment packages
 	@touch $@
 
-test: check ## all checks, then all tests
+# The clients' own: a machine that has them not, and may not install them, tests the rest.
+toolchains: ## what builds the clients in Go, Java and TypeScript; installs Debian's packages as root
+	@scripts/toolchains || echo "==> tests of clients that cannot be built here will be reported as not run"
+
+test: check toolchains ## all checks, then all tests
 	@echo "==> tests"
 	@status=0; $(BIN)/python -m pytest $(PYTEST_ARGS) || status=$$?; \
 	  if [ $$status -eq 1 ]; then \
@@ -113,5 +118,6 @@ bench: env-dev
 endif
 
 clean: ## removes .venv and every cache of the tools
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist \
+	  clients/*/build clients/node/gen clients/node/node_modules
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from omni_grpc.census import Census
 from omni_grpc.control import Controls
 from omni_grpc.errors import InvalidField, OmniError
 from omni_grpc.interceptors import Context
@@ -19,9 +20,15 @@ Results = Sequence[tuple[int, OmniError | None]]
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """The service over one server's controls."""
 
-    def __init__(self, controls: Controls, drain: Callable[[float | None], int]) -> None:
+    def __init__(
+        self,
+        controls: Controls,
+        drain: Callable[[float | None], int],
+        census: Callable[[], Census],
+    ) -> None:
         self._controls = controls
         self._drain = drain
+        self._census = census
 
     async def PauseStage(
         self, request: admin_pb2.PauseStageRequest, context: Context
@@ -52,21 +59,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def SleepStage(
         self, request: admin_pb2.SleepStageRequest, context: Context
     ) -> admin_pb2.SleepStageResponse:
-        """Frees device memory. The replicas are paused first: they could not work."""
+        """Frees device memory, once what runs has finished."""
         level = optional(request, "level")
         if level not in (None, 1, 2):
             raise InvalidField("level", "must be 1 or 2")
-        self._controls.pause(*_target(request.target), paused=True)
-        results = await self._call(request.target, "sleep", {"level": level or 1})
-        return admin_pb2.SleepStageResponse(results=results)
+        results = await self._controls.sleep(*_target(request.target), level or 1)
+        return admin_pb2.SleepStageResponse(results=_encode(results))
 
     async def WakeStage(
         self, request: admin_pb2.WakeStageRequest, context: Context
     ) -> admin_pb2.WakeStageResponse:
         """Wakes, then lets new work come."""
-        results = await self._call(request.target, "wake", {})
-        self._controls.pause(*_target(request.target), paused=False)
-        return admin_pb2.WakeStageResponse(results=results)
+        results = await self._controls.wake(*_target(request.target))
+        return admin_pb2.WakeStageResponse(results=_encode(results))
 
     async def LoadLora(
         self, request: admin_pb2.LoadLoraRequest, context: Context
@@ -98,6 +103,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             if timeout < 0:
                 raise InvalidField("timeout", "must be 0 or more")
         return admin_pb2.DrainResponse(running=self._drain(timeout))
+
+    async def GetCensus(
+        self, request: admin_pb2.GetCensusRequest, context: Context
+    ) -> admin_pb2.GetCensusResponse:
+        """What requests hold."""
+        census = self._census()
+        return admin_pb2.GetCensusResponse(
+            holdings=[
+                admin_pb2.Holding(kind=one.kind, request_id=one.request_id, detail=one.detail)
+                for one in census.holdings
+            ],
+            standing=census.standing,
+        )
 
     async def _call(
         self, target: admin_pb2.StageTarget, command: str, arguments: dict[str, Any]

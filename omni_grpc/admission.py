@@ -165,6 +165,7 @@ def check_resumable(
     """Whether all stages that will run take input in segments, with these parameters. `paths`:
     where the client set them."""
     for node in needed:
+        node.pool.check_loaded()
         if not node.pool.facts.resumable:
             raise unsupported("resumable", f"stage {node.name!r} does not take input in segments")
         check_segment(params[node.name], paths.get(node.name, f"stage_params({node.name})"))

@@ -7,16 +7,19 @@ what it was sent and has not ended."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol, TypeVar
 
 from omni_grpc.types import (
     CodecParams,
     DiffusionParams,
+    Messages,
     Params,
     Prompt,
     SamplingParams,
+    Tensor,
     Text,
     TokenIds,
 )
@@ -67,13 +70,24 @@ def estimate(params: Params | None, prompt: Prompt | None) -> float:
     """The work of a task, in its engine's own units, before it has begun."""
     match params:
         case SamplingParams():
-            answer = params.max_tokens if params.max_tokens is not None else UNKNOWN_TOKENS
-            return PREFILL_WEIGHT * _prompt_tokens(prompt) + answer * (params.n or 1)
+            return PREFILL_WEIGHT * _prompt_tokens(prompt) + _answer_tokens(params)
         case DiffusionParams():
             return float((params.steps or UNKNOWN_STEPS) * (params.frames or 1))
         case CodecParams():
             return 1.0 + _prompt_tokens(prompt)
     return 1.0
+
+
+def tokens(prompt: Prompt, answers: Iterable[Params]) -> int:
+    """The tokens that a request may come to: its prompt's, and those of the answers that stages
+    with these parameters may give."""
+    answered = sum(_answer_tokens(one) for one in answers if isinstance(one, SamplingParams))
+    return math.ceil(_prompt_tokens(prompt)) + answered
+
+
+def _answer_tokens(params: SamplingParams) -> int:
+    longest = params.max_tokens if params.max_tokens is not None else UNKNOWN_TOKENS
+    return longest * (params.n or 1)
 
 
 def _prompt_tokens(prompt: Prompt | None) -> float:
@@ -82,4 +96,10 @@ def _prompt_tokens(prompt: Prompt | None) -> float:
             return len(text) / CHARACTERS_PER_TOKEN
         case TokenIds(ids):
             return float(len(ids))
+        case Messages(messages):
+            parts = (part for message in messages for part in message.parts)
+            characters = sum(len(part.text) for part in parts if isinstance(part, Text))
+            return characters / CHARACTERS_PER_TOKEN
+        case Tensor(shape=shape):
+            return float(shape[0]) if shape else 0.0
     return 0.0

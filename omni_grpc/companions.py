@@ -40,8 +40,11 @@ class CompanionRun:
         self._run = run
 
     def began(self, handle: TaskHandle) -> None:
-        """The task was sent."""
+        """There is a task: a replica has it, or it waits for a place."""
         self.handle, self.holds = handle, True
+
+    def on_placed(self) -> None:
+        """Nothing is counted from here."""
 
     def on_admitted(self, prepare_ms: float) -> None:
         self.admitted = True

@@ -5,9 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from omni_grpc.errors import InternalError, InvalidField, OmniError, StageUnavailable
+from omni_grpc.errors import (
+    InternalError,
+    InvalidField,
+    NotSupported,
+    OmniError,
+    StageUnavailable,
+)
 from omni_grpc.pool import Slot, StagePool
 from omni_grpc.topology import Pipeline
 
@@ -46,6 +53,23 @@ class Controls:
         errors = await asyncio.gather(*(_call(slot, command, arguments) for slot in slots))
         return [(slot.number, error) for slot, error in zip(slots, errors, strict=True)]
 
+    async def sleep(self, stage: str, replicas: tuple[int, ...], level: int) -> Results:
+        """Keeps new work away, lets what runs finish, and puts to sleep. A replica that cannot
+        sleep takes work as before."""
+        slots = self._slots(stage, replicas)
+        errors = await asyncio.gather(*(_sleep(slot, level) for slot in slots))
+        self._pools[stage].changed()
+        return [(slot.number, error) for slot, error in zip(slots, errors, strict=True)]
+
+    async def wake(self, stage: str, replicas: tuple[int, ...]) -> Results:
+        """Wakes, and lets new work come to those that woke."""
+        slots = self._slots(stage, replicas)
+        results = await self.call(stage, replicas, "wake", {})
+        for slot, (_, error) in zip(slots, results, strict=True):
+            slot.paused = slot.paused and error is not None
+        self._pools[stage].changed()
+        return results
+
     async def load_lora(
         self, stage: str, replicas: tuple[int, ...], name: str, path: str
     ) -> Results:
@@ -79,6 +103,24 @@ class Controls:
             if number >= len(slots):
                 raise InvalidField(f"target.replicas[{place}]", f"must be below {len(slots)}")
         return [slots[number] for number in dict.fromkeys(wanted)] if wanted else list(slots)
+
+
+async def _sleep(slot: Slot, level: int) -> OmniError | None:
+    was_paused, slot.paused = slot.paused, True
+    error = await _idle(slot) or await _call(slot, "sleep", {"level": level})
+    if error is not None:
+        slot.paused = was_paused
+    return error
+
+
+async def _idle(slot: Slot) -> OmniError | None:
+    """Waits until the replica holds no task. What is wrong if it goes on for too long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            while slot.replica is not None and slot.replica.running:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+            return None
+    return NotSupported(f"replica {slot.number} still works after {CALL_TIMEOUT_S:g} s")
 
 
 async def _call(slot: Slot, command: str, arguments: dict[str, Any]) -> OmniError | None:

@@ -3,6 +3,7 @@ copied to the sessions that attached."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +27,8 @@ class Delivery:
         """Copies of everything from now on, for sessions that attached. One that falls behind is
         closed."""
         self.timeline = Timeline()
+        self.taken_at: float | None = None
+        """When the reader last took an event, by the loop's clock; None: nothing yet."""
         self._outbox = Outbox(queue_bytes)
         self._on_room = on_room
         self._next_seq = 0
@@ -47,6 +50,15 @@ class Delivery:
 
     def __len__(self) -> int:
         return len(self._outbox)
+
+    @property
+    def urgent(self) -> int:
+        """How many notices wait before all events."""
+        return self._outbox.urgent
+
+    async def room(self) -> None:
+        """Returns when there is room for a notice more."""
+        await self._outbox.room()
 
     # ------------------------------------------------------------ in
 
@@ -110,6 +122,7 @@ class Delivery:
             self._deliver(event)
         numbered = Numbered(self._next_seq, self.epoch, event)
         self._next_seq += 1
+        self.taken_at = asyncio.get_running_loop().time()
         for tap in self.taps:
             tap.put(numbered)
             if tap.congested:

@@ -25,6 +25,7 @@ from omni_grpc.admission import (
     requested_params,
     resolve_chunk,
 )
+from omni_grpc.balance import tokens
 from omni_grpc.budget import Budget, Share
 from omni_grpc.config import ServerConfig
 from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, PipelineNotFound
@@ -33,14 +34,13 @@ from omni_grpc.orchestrator import AbortOutcome, Orchestrator
 from omni_grpc.params import merge
 from omni_grpc.plan import Plan
 from omni_grpc.pool import SlotStatistics, StagePool
-from omni_grpc.run import Run
+from omni_grpc.run import Run, owned_task
 from omni_grpc.topology import Pipeline
 from omni_grpc.types import GoingAway, Request, UpdateChunk
 
 ABORT_TIMEOUT_S = 5.0
-RETRY_S = 1.0
-"""When to come back to a server that is full. An estimate from the drain rate takes its place
-later."""
+DRAIN_RETRY_S = 1.0
+"""When to come back after a server that stops: to another one, or to the one in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class StageStatistics:
     pipelines: tuple[str, ...]
     stage: str
     replicas: list[SlotStatistics]
+    waiting: int
+    """Requests that wait in the server for a place in one of them."""
 
 
 class Engine:
@@ -65,7 +67,9 @@ class Engine:
         self.pipelines = pipelines
         self.default = default
         self.settings = settings
-        self.orchestrator = Orchestrator(settings.queue_bytes, artifact_root)
+        self.orchestrator = Orchestrator(
+            settings.queue_bytes, artifact_root, by_tenant=settings.auth is not None
+        )
         self.budget = Budget(settings)
         self.draining = False
 
@@ -77,11 +81,15 @@ class Engine:
         Raises OmniError where it is refused. Whatever is raised, cancellation included, nothing of
         it is left."""
         if self.draining:
-            raise Draining("the server is about to stop", retry_after_s=RETRY_S)
+            raise Draining("the server is about to stop", retry_after_s=DRAIN_RETRY_S)
         if request.timeout_s is not None and request.timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed before the request came")
         plan = self.plan(request)
-        share = Share(request.options.tenant, media_bytes(request.prompt))
+        for node in plan.needed:
+            node.pool.check_loaded()
+        # Before anything is made for it: to be refused must cost little.
+        plan.pipeline.entry.pool.places.check_room()
+        share = _share(plan)
         self.budget.take(share)
         try:
             run = self.orchestrator.open(plan, partial(self.budget.give, share))
@@ -97,8 +105,6 @@ class Engine:
         pipeline = self._pipeline(request.pipeline)
         finals = pipeline.finals(request.output_modalities, "output_modalities")
         needed = pipeline.needed(finals)
-        for node in needed:
-            node.pool.check_loaded()
         check_prompt(request, pipeline)
         check_options(request.options, pipeline.entry)
         check_guidance(request.prompt, needed)
@@ -121,6 +127,7 @@ class Engine:
             params=params,
             timeout_s=min(limit, request.timeout_s) if request.timeout_s is not None else limit,
             params_paths=paths,
+            progress_s=self.settings.progress_interval,
         )
 
     def _pipeline(self, name: str) -> Pipeline:
@@ -132,12 +139,12 @@ class Engine:
 
     # ------------------------------------------------------------ input that streams
 
-    def attach(self, request_id: str) -> tuple[Run, Feeder]:
-        """The running request and its one feeder, to be used as a context manager.
+    def attach(self, request_id: str, tenant: str = "") -> tuple[Run, Feeder]:
+        """The tenant's running request and its one feeder, to be used as a context manager.
 
         Raises RequestNotFound, NotResumable, or FeederActive while there is another.
         """
-        run = self.orchestrator.find(request_id)
+        run = self.orchestrator.find(request_id, tenant)
         if run.lane is None:
             raise NotResumable(f"request {request_id!r} was not opened as resumable")
         return run, run.lane.attach()
@@ -147,8 +154,9 @@ class Engine:
         error if it ends meanwhile; if it finishes, that is the summary's end too."""
         assert run.lane is not None
         lane = run.lane
-        driving = asyncio.create_task(feeder.drive(_resolved(updates, run, lane)))
-        ending = asyncio.create_task(run.ended())
+        work = feeder.drive(_resolved(updates, run, lane))
+        driving = owned_task(work, run.request_id, "feeding")
+        ending = owned_task(run.ended(), run.request_id, "waiting for the end")
         try:
             await asyncio.wait((driving, ending), return_when=asyncio.FIRST_COMPLETED)
             # The request's own end comes first: a chunk that was under way then was not refused.
@@ -163,9 +171,9 @@ class Engine:
             ending.cancel()
             await asyncio.gather(driving, ending, return_exceptions=True)
 
-    async def abort(self, request_ids: list[str]) -> list[AbortOutcome]:
-        """Aborts requests; returns when their stages are free, one outcome per id."""
-        return await self.orchestrator.abort(request_ids, ABORT_TIMEOUT_S)
+    async def abort(self, request_ids: list[str], tenant: str = "") -> list[AbortOutcome]:
+        """Aborts a tenant's requests; returns when their stages are free, one outcome per id."""
+        return await self.orchestrator.abort(request_ids, ABORT_TIMEOUT_S, tenant)
 
     # ------------------------------------------------------------ the whole
 
@@ -182,7 +190,9 @@ class Engine:
             for node in pipeline.stages.values():
                 users.setdefault(id(node.pool), []).append(pipeline.name)
         return [
-            StageStatistics(tuple(users[id(pool)]), pool.config.name, pool.statistics())
+            StageStatistics(
+                tuple(users[id(pool)]), pool.config.name, pool.statistics(), pool.places.waiting
+            )
             for pool in self.pools
         ]
 
@@ -194,7 +204,15 @@ class Engine:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.orchestrator.idle()
-        self.orchestrator.close_all(Draining("the server stopped", retry_after_s=RETRY_S))
+        self.orchestrator.close_all(Draining("the server stopped", retry_after_s=DRAIN_RETRY_S))
+
+
+def _share(plan: Plan) -> Share:
+    request = plan.request
+    answers = (plan.params[node.name] for node in plan.needed)
+    return Share(
+        request.options.tenant, media_bytes(request.prompt), tokens(request.prompt, answers)
+    )
 
 
 async def _resolved(

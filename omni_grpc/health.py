@@ -152,9 +152,9 @@ class Health:
         await self._servicer.set(name, SERVING if serving else NOT_SERVING)
 
 
-def add_health(server: grpc.aio.Server) -> HealthServicer:
-    """Registers the health service."""
-    servicer = HealthServicer()
+def add_health(server: grpc.aio.Server, servicer: HealthServicer | None = None) -> HealthServicer:
+    """Registers the health service: `servicer`, or a new one."""
+    servicer = servicer or HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     return servicer
 

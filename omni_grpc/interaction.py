@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from omni_grpc.admission import resolve_chunk
+from omni_grpc.delivery import Delivery
 from omni_grpc.errors import (
     AbortedByClient,
     ErrorRecord,
@@ -24,7 +25,7 @@ from omni_grpc.errors import (
 )
 from omni_grpc.lane import Feeder
 from omni_grpc.outbox import Numbered, Outbox, Routed
-from omni_grpc.run import Run
+from omni_grpc.run import Run, owned_task
 from omni_grpc.types import (
     InteractionEvent,
     Notice,
@@ -136,6 +137,11 @@ class Session:
             else:
                 return None
 
+    @property
+    def _answers(self) -> Outbox | Delivery:
+        """Where answers to the client wait."""
+        return self.run.delivery if self._tap is None else self._tap
+
     def _tell(self, notice: Notice) -> None:
         if self._tap is None:
             self.run.delivery.put_notice(notice)
@@ -146,9 +152,11 @@ class Session:
 
     async def listen(self, messages: AsyncIterator[Message]) -> None:
         """Acts on what the client sends, to its half-close. Raises what is out of order."""
-        feeding = asyncio.create_task(self._feed())
+        feeding = owned_task(self._feed(), self.run.request_id, "feeding of a session")
         try:
             async for message in messages:
+                # Each may be answered; a client that reads no answers is not heard for now.
+                await self._answers.room()
                 await self._act(message)
             # A call that is lost ends the iterator too, and cancels us a moment later.
             await asyncio.sleep(HALF_CLOSE_GRACE_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -64,6 +65,8 @@ class Edge(grpc.aio.ServerInterceptor):
 
     def __init__(self, pod: str) -> None:
         self._pod = pod
+        self.calls: Counter[str] = Counter()
+        """Calls that are not over, by method."""
         self._last_call = 0.0
 
     @property
@@ -93,6 +96,7 @@ class Edge(grpc.aio.ServerInterceptor):
 
         async def call(request: Any, context: Context) -> Any:
             started = time.perf_counter()
+            self.calls[name] += 1
             context.set_trailing_metadata((("omni-pod", self._pod),))
             code = Code.INTERNAL.name
             try:
@@ -102,24 +106,28 @@ class Edge(grpc.aio.ServerInterceptor):
                 return answer
             except OmniError as error:
                 code = error.code.name
-                await self._abort(context, error)
+                # gRPC may keep what `abort` raises for as long as the connection lasts: the
+                # request must not hang on it, by way of tracebacks.
+                failure = OmniError.from_record(error.record())
             except asyncio.CancelledError:
                 if _cancelled_for_real():
                     code = Code.CANCELLED.name
                     raise
                 # A CancelledError that leaked from an inner task would hang the client for ever.
                 log.exception("%s: an inner task's cancellation leaked", name)
-                await self._abort(context, InternalError("internal error"))
+                failure = InternalError("internal error")
             except grpc.aio.BaseError:
                 # The client left while we wrote.
                 code = Code.CANCELLED.name
                 raise
             except Exception:
                 log.exception("%s failed", name)
-                await self._abort(context, InternalError("internal error"))
+                failure = InternalError("internal error")
             finally:
+                self.calls[name] -= 1
                 elapsed = (time.perf_counter() - started) * 1e3
                 log.info("%s %s %.1f ms %s", name, code, elapsed, _request_id.get() or "-")
+            await self._abort(context, failure)
 
         return call
 

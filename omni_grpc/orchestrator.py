@@ -1,4 +1,7 @@
-"""Owner of all Runs: opens them, finds them, ends them. One run per request id at a time."""
+"""Owner of all Runs: opens them, finds them, ends them. One run per request id at a time.
+
+Where callers prove their tenant, an id is that tenant's own: others neither meet it nor learn of
+it."""
 
 from __future__ import annotations
 
@@ -27,14 +30,21 @@ class AbortOutcome(Enum):
     NOT_FOUND = "not_found"
 
 
-class Orchestrator:
-    """All requests of the server."""
+Key = tuple[str, str]
+"""Tenant and request id."""
 
-    def __init__(self, queue_bytes: int, artifact_root: Path) -> None:
+
+class Orchestrator:
+    """All requests of the server. `by_tenant`: a tenant's ids are its own; else tenants count for
+    nothing here."""
+
+    def __init__(self, queue_bytes: int, artifact_root: Path, *, by_tenant: bool = False) -> None:
         self._queue_bytes = queue_bytes
-        self._artifact_root = artifact_root
-        self._runs: dict[str, Run] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self.artifact_root = artifact_root
+        """Where the directories of requests are."""
+        self._by_tenant = by_tenant
+        self._runs: dict[Key, Run] = {}
+        self._ended: OrderedDict[Key, None] = OrderedDict()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -46,35 +56,44 @@ class Orchestrator:
         """A run for the plan, registered before anything is submitted; `on_closed` is called when
         it ends, in whatever way. Raises DuplicateRequest."""
         request_id = plan.request.request_id
-        if request_id in self._runs:
+        key = self._key(request_id, plan.request.options.tenant)
+        if key in self._runs:
             raise DuplicateRequest(f"request {request_id!r} is in flight")
-        artifacts = Artifacts(self._artifact_root)
+        artifacts = Artifacts(self.artifact_root)
 
-        def closed(run: Run) -> None:
-            self._closed(run)
+        def closed(_: Run) -> None:
+            self._closed(key)
             on_closed()
 
         run = Run(plan, self._queue_bytes, artifacts, closed)
-        self._runs[request_id] = run
+        self._runs[key] = run
         self._idle.clear()
         return run
 
-    def find(self, request_id: str) -> Run:
-        """The run with this id. Raises RequestNotFound."""
-        if request_id not in self._runs:
-            raise RequestNotFound(f"no request {request_id!r} runs here")
-        return self._runs[request_id]
+    def _key(self, request_id: str, tenant: str) -> Key:
+        return (tenant if self._by_tenant else "", request_id)
 
-    async def abort(self, request_ids: Iterable[str], timeout_s: float) -> list[AbortOutcome]:
-        """Aborts requests and waits until every stage has freed them, at most `timeout_s`."""
+    def find(self, request_id: str, tenant: str = "") -> Run:
+        """The tenant's run with this id. Raises RequestNotFound."""
+        run = self._runs.get(self._key(request_id, tenant))
+        if run is None:
+            raise RequestNotFound(f"no request {request_id!r} runs here")
+        return run
+
+    async def abort(
+        self, request_ids: Iterable[str], timeout_s: float, tenant: str = ""
+    ) -> list[AbortOutcome]:
+        """Aborts a tenant's requests and waits until every stage has freed them, at most
+        `timeout_s`."""
         outcomes, runs = [], []
         for request_id in request_ids:
-            run = self._runs.get(request_id)
+            key = self._key(request_id, tenant)
+            run = self._runs.get(key)
             if run is not None:
                 run.close(AbortedByClient("the request was aborted"))
                 runs.append(run)
                 outcomes.append(AbortOutcome.ABORTED)
-            elif request_id in self._ended:
+            elif key in self._ended:
                 outcomes.append(AbortOutcome.ALREADY_FINISHED)
             else:
                 outcomes.append(AbortOutcome.NOT_FOUND)
@@ -102,11 +121,11 @@ class Orchestrator:
         """What every run holds; empty when all is freed."""
         return [run.statistics() for run in self._runs.values()]
 
-    def _closed(self, run: Run) -> None:
+    def _closed(self, key: Key) -> None:
         # An id may have been taken again only after this: `open` refuses it while it is here.
-        self._runs.pop(run.request_id, None)
-        self._ended[run.request_id] = None
-        self._ended.move_to_end(run.request_id)
+        self._runs.pop(key, None)
+        self._ended[key] = None
+        self._ended.move_to_end(key)
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
         if not self._runs:

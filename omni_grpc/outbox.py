@@ -53,6 +53,8 @@ Item = TypeVar("Item")
 
 EVENT_OVERHEAD = 256
 """What an event counts beside its content, in bytes."""
+URGENT_NOTICES = 256
+"""Notices that may wait before everything else until the client's next messages have to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class Outbox:
         self._limit = limit_bytes
         self._events: deque[tuple[Queued, int]] = deque()
         self._urgent: deque[Queued] = deque()
+        self._room = asyncio.Event()
+        self._room.set()
         self._bytes = 0
         self._closed = False
         self.overran = False
@@ -112,7 +116,19 @@ class Outbox:
     def put_urgent(self, notice: Queued) -> None:
         """Adds what goes before everything that waits. Also after `close`, until all is read."""
         self._urgent.append(notice)
+        if len(self._urgent) >= URGENT_NOTICES:
+            self._room.clear()
         self._wake()
+
+    @property
+    def urgent(self) -> int:
+        """How many notices wait before everything else."""
+        return len(self._urgent)
+
+    async def room(self) -> None:
+        """Returns when less than URGENT_NOTICES wait: what keeps a client that sends and does not
+        read from filling the server with answers."""
+        await self._room.wait()
 
     def discard_outputs(self) -> list[Output]:
         """Drops the outputs, progress and ends that wait, and gives the outputs back. Where nothing
@@ -170,6 +186,8 @@ class Outbox:
             finally:
                 self._waiter = None
         if self._urgent:
+            if len(self._urgent) <= URGENT_NOTICES:
+                self._room.set()
             return self._urgent.popleft()
         event, size = self._events.popleft()
         self._bytes -= size

@@ -22,6 +22,8 @@ class Plan:
     timeout_s: float
     params_paths: dict[str, str]
     """Where the request set a stage's parameters, by stage: "stage_params[1].sampling"."""
+    progress_s: float = 30.0
+    """Longest silence towards the client."""
 
     def placed(
         self,

@@ -1,4 +1,4 @@
-"""The replicas of one stage: start, balance, supervise, restart, stop.
+"""The replicas of one stage: start, give work, supervise, restart, stop.
 
 Each slot has one supervisor task. A replica that goes down is started again in its slot after a
 backoff, within a budget; beyond it the slot stays empty and the pool says so. The pool's observers
@@ -19,16 +19,18 @@ import zmq.asyncio
 from omni_grpc.balance import Balancer
 from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.embedded import resolve
-from omni_grpc.errors import QueueFull, StageUnavailable, StartError
+from omni_grpc.errors import StageUnavailable, StartError
 from omni_grpc.ipc import StageSpec
 from omni_grpc.placement import Starts, width_of
 from omni_grpc.replica import Replica, ReplicaStatistics, State
+from omni_grpc.task import TaskHandle
 from omni_grpc.types import StageFacts, StageStatistics
+from omni_grpc.waiting import Group, Places
 
 log = logging.getLogger(__name__)
 
-FULL_RETRY_S = 1.0
-"""When to come back to a stage whose replicas are full."""
+PAUSED_RETRY_S = 1.0
+"""When to come back to a stage that an operator has paused."""
 LOADING_RETRY_S = 5.0
 """When to come back to a stage that has never been ready: models take a while to load."""
 
@@ -132,7 +134,7 @@ class StagePool:
         self.pipeline = pipeline
         self.config = config
         self.runtime = runtime
-        self._balancer = Balancer(config.balance)
+        self.places = Places(config, self._serving, Balancer(config.balance).pick)
         self.adapters = dict(config.lora_adapters)
         """LoRA adapters that requests may name, by path."""
         self.facts = StageFacts()
@@ -160,9 +162,15 @@ class StagePool:
         self._observers.append(observer)
 
     def changed(self) -> None:
-        """Tells the observers."""
+        """Tells the observers, and those who wait for a place."""
         for observer in self._observers:
             observer()
+        try:
+            self._serving()
+        except StageUnavailable as error:
+            self.places.clear(error)
+        else:
+            self.places.fill()
 
     async def start(self) -> None:
         """Starts all replicas. Raises the first StartError; what was started then still needs
@@ -180,26 +188,25 @@ class StagePool:
         if not any(slot.was_ready for slot in self._slots):
             raise self._unavailable()
 
-    def acquire(self) -> Replica:
-        """The ready replica that its policy picks. Raises StageUnavailable if there is none,
-        QueueFull if all hold as many tasks as they may."""
+    def submit(self, group: Group, tenant: str, *, running: bool) -> list[TaskHandle]:
+        """Sends tasks of one request to the replica that the policy picks, together, or lets them
+        wait where all hold as many as they may. `running`: the request runs already, and cannot be
+        turned away.
+
+        Raises StageUnavailable where no replica serves, QueueFull where no more may wait."""
+        return self.places.submit(group, tenant, running=running)
+
+    def _serving(self) -> list[Replica]:
         ready = [
             slot.replica for slot in self._slots if slot.replica and slot.ready and not slot.paused
         ]
         if not ready:
             raise self._unavailable()
-        most = self.config.max_tasks
-        free = [replica for replica in ready if most is None or replica.running < most]
-        if not free:
-            raise QueueFull(
-                f"the replicas of stage {self.config.name!r} hold {most} tasks each, their most",
-                retry_after_s=FULL_RETRY_S,
-            )
-        return self._balancer.pick(free)
+        return ready
 
     def _unavailable(self) -> StageUnavailable:
         if any(slot.ready and slot.paused for slot in self._slots):
-            state, retry_s = "is paused", FULL_RETRY_S
+            state, retry_s = "is paused", PAUSED_RETRY_S
         elif any(slot.was_ready for slot in self._slots):
             state, retry_s = "has no replica now", self.config.restart.backoff
         else:
@@ -242,7 +249,9 @@ class StagePool:
             self.runtime.folder / f"{self.pipeline[:20]}-{config.name[:20]}-{number}-{generation}"
         )
         address = f"ipc://{socket}" if settings.ipc == "ipc" else f"{settings.ipc}:*"
-        return Replica(spec, config, settings, self.runtime.context, address)
+        replica = Replica(spec, config, settings, self.runtime.context, address)
+        replica.on_freed = self.places.freed
+        return replica
 
 
 def placed_arguments(config: StageConfig, device: str) -> dict[str, Any]:

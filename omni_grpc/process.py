@@ -50,6 +50,11 @@ class ReplicaProcess:
         self._relay = asyncio.create_task(self._relay_log(self._process))
 
     @property
+    def pid(self) -> int:
+        """Its process id; 0 before it was spawned."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
     def last_lines(self) -> tuple[str, ...]:
         """The last of what it printed."""
         return tuple(self._last_lines)

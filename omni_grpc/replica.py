@@ -3,9 +3,9 @@
     STARTING → READY → STOPPING → GONE     and GONE from any state, when the process ends or shows
                                            no sign of life
 
-Each task has a sink that hears its life in order: `on_admitted` or `on_refused`, then `on_output`s
-and `on_fed`s, then exactly one of `on_ended` and `on_lost`. A task counts as running until the
-replica says that nothing of it is left.
+Each task has a sink that hears its life in order: `on_placed`, then `on_admitted` or `on_refused`,
+then `on_output`s and `on_fed`s, then exactly one of `on_ended` and `on_lost`. A task counts as
+running until the replica says that nothing of it is left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
-from omni_grpc.balance import estimate
 from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.errors import InternalError, OmniError, StageUnavailable, StartError
 from omni_grpc.ipc import (
@@ -50,7 +49,7 @@ from omni_grpc.ipc import (
     output_size,
 )
 from omni_grpc.process import ReplicaProcess, replica_environment
-from omni_grpc.task import TaskHandle, TaskSink, new_task_id
+from omni_grpc.task import TaskHandle, new_task_id
 from omni_grpc.types import (
     StageFacts,
     StageStatistics,
@@ -98,6 +97,8 @@ class Replica:
         self._context = context
         self._address = address
         self._loop = asyncio.get_running_loop()
+        self.on_freed: Callable[[], None] = lambda: None
+        """Called when a task is gone from it, in whatever way."""
         self._tasks: dict[int, TaskHandle] = {}
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._statistics = StageStatistics()
@@ -117,9 +118,19 @@ class Replica:
         return f"{self.spec.stage}/{self.spec.replica}"
 
     @property
+    def pid(self) -> int:
+        """Its process id; 0 before it was spawned."""
+        return self._process.pid
+
+    @property
     def running(self) -> int:
         """Tasks that the replica holds, being aborted included."""
         return len(self._tasks)
+
+    @property
+    def tasks(self) -> tuple[TaskHandle, ...]:
+        """The tasks that it holds."""
+        return tuple(self._tasks.values())
 
     @property
     def work(self) -> float:
@@ -208,6 +219,7 @@ class Replica:
         calls, self._calls = self._calls, {}
         for handle in tasks.values():
             handle.sink.on_lost()
+            self.on_freed()
         for call in calls.values():
             if not call.done():
                 call.set_exception(StageUnavailable(f"replica {self.name} was lost"))
@@ -250,16 +262,16 @@ class Replica:
 
     # ------------------------------------------------------------ tasks
 
-    def submit(self, task: Task, sink: TaskSink) -> TaskHandle:
-        """Sends a task; `sink` hears the rest. Raises StageUnavailable if the replica is not
-        READY."""
+    def submit(self, task: Task, handle: TaskHandle) -> None:
+        """Sends a task; the handle's sink hears the rest. Raises StageUnavailable if the replica is
+        not READY."""
         if self.state is not State.READY:
             raise StageUnavailable(f"replica {self.name} is {self.state.value}")
-        work = estimate(task.params, task.prompt)
-        handle = self._tasks[task.id] = TaskHandle(task.id, self.send, sink, work)
-        self._sent_work += work
+        self._tasks[task.id] = handle
+        handle.send, handle.waits = self.send, False
+        self._sent_work += handle.work
         self.send(Submit(task))
-        return handle
+        handle.sink.on_placed()
 
     async def control(self, command: str, arguments: dict[str, Any]) -> None:
         """Carries out an operator's command in the replica. Raises what the stage raised, and
@@ -292,6 +304,7 @@ class Replica:
             elif isinstance(message, Submit):
                 if handle := self._tasks.pop(message.task.id, None):
                     handle.sink.on_refused(error)
+                    self.on_freed()
             elif isinstance(message, Feed) and (handle := self._tasks.get(message.task)):
                 handle.sink.on_unsendable(error)
         return kept
@@ -325,10 +338,12 @@ class Replica:
             case Refused(task_id, record):
                 if handle := self._tasks.pop(task_id, None):
                     handle.sink.on_refused(OmniError.from_record(record))
+                    self.on_freed()
             case Ended(task_id, record_or_none):
                 if handle := self._tasks.pop(task_id, None):
                     error = OmniError.from_record(record_or_none) if record_or_none else None
                     handle.sink.on_ended(error)
+                    self.on_freed()
             case Fed(task_id, number, record_or_none):
                 if handle := self._tasks.get(task_id):
                     error = OmniError.from_record(record_or_none) if record_or_none else None

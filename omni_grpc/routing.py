@@ -16,6 +16,7 @@ from omni_grpc.types import (
     FinishReason,
     Output,
     Payload,
+    Progress,
     Prompt,
     SegmentEnd,
     StageOutput,
@@ -57,6 +58,7 @@ class Routing:
                 for consumer, bridge in stage.consumers:
                     self._hand_on(consumer, bridge.push(output.payload))
         if output.progress is not None:
+            stage.progress = Progress(output.progress.step, output.progress.total_steps)
             self.put(StageProgress(stage.node.name, output.progress))
         if output.finish is not None:
             self._report.finish(stage.node.name, output.index, output.finish)

@@ -54,6 +54,16 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+TASK_PREFIX = "request "
+"""What the names of asyncio tasks begin with that belong to a request."""
+
+
+def owned_task(
+    work: Coroutine[Any, Any, Result], request_id: str, what: str
+) -> asyncio.Task[Result]:
+    """An asyncio task that belongs to a request, and tells so by its name."""
+    return asyncio.create_task(work, name=f"{TASK_PREFIX}{request_id}: {what}")
+
 
 class Run:
     """One admitted or soon to be admitted request. One reader iterates it with `next`."""
@@ -78,7 +88,7 @@ class Run:
             if plan.request.resumable
             else None
         )
-        self.watch = Watch(plan, self._graph, self.lane, self.close)
+        self.watch = Watch(plan, self._graph, self.delivery, self.lane, self.close)
         self._ledger = Ledger()
         self._admission: asyncio.Future[None] = self._loop.create_future()
         self._released = asyncio.Event()
@@ -127,15 +137,17 @@ class Run:
     async def _unless_closed(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The work's result; the run's error as soon as it is closed. A transform in its thread is
         not waited for."""
-        working = asyncio.create_task(work)
+        working = owned_task(work, self.request_id, "preparing")
         try:
             await asyncio.wait((working, self._admission), return_when=asyncio.FIRST_COMPLETED)
-            if self.closed:
-                await self._admission
-            return working.result()
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
+        # Only now, and with no turn of the loop until the tasks are sent: what is sent for a run
+        # that is closed already would never be aborted.
+        if self.closed:
+            await self._admission
+        return working.result()
 
     def _accepted(self) -> Accepted:
         plan = self.plan
@@ -156,29 +168,42 @@ class Run:
             log.error("pipeline %s: no bridge can hand on companions", self.plan.pipeline.name)
             raise InternalError("internal error")
         self._graph.group = Group(companions)
-        replica = entry.node.pool.acquire()
         # Nobody reads before all are admitted, and outputs of the first may come before the last
         # is: `accepted` is first.
         if not self._retried:
             self._routing.put(self._accepted())
         self._report.submitted()
-        for member in self._graph.group.members:
-            member.began(replica.submit(member.task, member))
-        entry.began(replica.submit(submission.task(entry.node, submission.prompt), entry))
+        members: list[CompanionRun | StageRun] = [*companions, entry]
+        tasks = [member.task for member in companions]
+        tasks.append(submission.task(entry.node, submission.prompt))
+        handles = entry.node.pool.submit(
+            list(zip(tasks, members, strict=True)), self._tenant, running=self._retried
+        )
+        for member, handle in zip(members, handles, strict=True):
+            member.began(handle)
 
     def _submit(self, stage: StageRun, prompt: Prompt | None) -> TaskHandle:
         history = stage.memory.messages() if stage.memory is not None else ()
         task = self._submission.task(stage.node, prompt, stage.answered, history)
-        return stage.began(stage.node.pool.acquire().submit(task, stage))
+        (handle,) = stage.node.pool.submit([(task, stage)], self._tenant, running=True)
+        stage.began(handle)
+        return handle
+
+    @property
+    def _tenant(self) -> str:
+        return self.plan.request.options.tenant
 
     def ensure_started(self, stage: StageRun, prompt: Prompt | None = None) -> TaskHandle:
         """The stage's task, submitted now if it was not."""
         try:
             return stage.handle or self._submit(stage, prompt)
         except StageUnavailable as error:
-            # With outputs gone out, a retry would repeat them: that is a lost replica to the
-            # client.
-            raise (ReplicaLost(error.message) if self.delivery.emitted else error) from None
+            raise self._lost(error) from None
+
+    def _lost(self, error: StageUnavailable) -> OmniError:
+        """A stage without a replica, to this request's client: with outputs gone out, a retry would
+        repeat them."""
+        return ReplicaLost(error.message) if self.delivery.emitted else error
 
     def stage_fed(self, stage: StageRun, number: int, error: OmniError | None) -> None:
         """Stage 0's word on a client's chunk."""
@@ -272,8 +297,11 @@ class Run:
 
     def stage_refused(self, stage: StageRun, error: OmniError) -> None:
         """A stage did not take its task."""
-        if not self._over:
-            self.close(self.plan.placed(stage.node.name, error))
+        if self._over:
+            return
+        if isinstance(error, StageUnavailable):
+            error = self._lost(error)
+        self.close(self.plan.placed(stage.node.name, error))
 
     def stage_output(self, stage: StageRun, output: StageOutput) -> None:
         """A stage gave something: to the client if it is final, and over bridges to its
@@ -334,10 +362,8 @@ class Run:
             self._retry()
             return
         where = f"a replica of stage {stage.node.name!r} was lost"
-        if self.delivery.emitted:
-            self.close(ReplicaLost(where))
-        else:
-            self.close(StageUnavailable(where, retry_after_s=stage.node.config.restart.backoff))
+        retry_s = stage.node.config.restart.backoff
+        self.close(self._lost(StageUnavailable(where, retry_after_s=retry_s)))
 
     def _may_retry(self, stage: StageRun) -> bool:
         """Whether the request can go to another replica as if nothing had been: stage 0 was lost
@@ -414,8 +440,13 @@ class Run:
         return {
             "request_id": self.request_id,
             "closed": self.closed,
+            "completed": self.completed,
+            "timers": self.watch.timers,
+            "feeders": int(self.lane is not None and self.lane.fed),
+            "attached_sessions": len(self.delivery.taps),
             "queued_events": len(self.delivery),
             "queued_bytes": self.delivery.bytes,
+            "queued_notices": self.delivery.urgent,
             "held_by": [type(one).__name__ for one in self._graph.holders()],
             "artifacts": [str(directory) for directory in self.artifacts.directories],
         }

@@ -21,12 +21,13 @@ import zmq.asyncio
 from grpc_channelz.v1 import channelz
 
 from omni_grpc.admin import AdminServicer
+from omni_grpc.census import Census, Holding, holdings, standing
 from omni_grpc.config import PipelineConfig, ServerConfig
 from omni_grpc.control import Controls
 from omni_grpc.engine import Engine
 from omni_grpc.errors import ConfigError, StartError
-from omni_grpc.health import SERVICE, Health, add_health, add_reflection
-from omni_grpc.interceptors import Edge
+from omni_grpc.health import SERVICE, Health, HealthServicer, add_health, add_reflection
+from omni_grpc.listeners import Listeners
 from omni_grpc.placement import Starts, check_memory
 from omni_grpc.pool import Runtime, StagePool
 from omni_grpc.servicer import OmniServicer
@@ -35,9 +36,10 @@ from omni_grpc.v1 import admin_pb2, admin_pb2_grpc, service_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-ADMIN_HOST = "127.0.0.1"
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
+REQUEST_CALLS = ("AddRequest", "StreamingUpdate", "SubmitInteraction")
+"""The calls that are about a request, and end with it or before."""
 STOP_GRACE_S = 2.0
 """What gRPC gets to write the last messages, once no request runs."""
 SETTLE_S = 2.0
@@ -57,7 +59,8 @@ class Server:
             raise ConfigError(f"two pipelines have the same name among {', '.join(names)}")
         self.settings = settings
         self.pod = os.environ.get("POD_NAME") or socket.gethostname()
-        self.port = 0
+        self._listeners = Listeners(settings, self.pod)
+        self.port = self.admin_port = self.health_port = 0
         self._configs = pipelines
         self._folder = Path(tempfile.mkdtemp(prefix="omni-grpc-"))
         self._context = zmq.asyncio.Context()
@@ -77,11 +80,10 @@ class Server:
             built[config.name] = build_pipeline(config, pools)
         check_memory(pool.config for pool in self._pools)
         self.engine = Engine(built, names[0], settings, self._folder / "artifacts")
-        self._edge = Edge(self.pod)
-        self._grpc = grpc.aio.server(interceptors=(self._edge,), options=channel_options(settings))
+        self._grpc = self._listeners.make()
+        self._more: list[grpc.aio.Server] = []
+        """Listeners for operators and for probes."""
         self._health: Health | None = None
-        self.admin_port = 0
-        self._admin: grpc.aio.Server | None = None
         self._draining: asyncio.Task[None] | None = None
         self._refuse_at: float | None = None
 
@@ -91,33 +93,49 @@ class Server:
             OmniServicer(self.engine, self.pod), self._grpc
         )
         add_reflection(self._grpc, (SERVICE,))
-        self._health = Health(add_health(self._grpc))
+        servicer = add_health(self._grpc)
+        self._health = Health(servicer)
         await self._health.begin(pool.config.name for pool in self._pools)
-        address = f"{self.settings.host}:{self.settings.port}"
-        try:
-            self.port = self._grpc.add_insecure_port(address)
-        except RuntimeError as error:
-            raise StartError(f"cannot listen on {address}: {error}") from None
+        self.port = self._listeners.bind(self._grpc, self.settings.host, self.settings.port)
         await self._grpc.start()
         if self.settings.admin_port is not None:
             await self._start_admin(self.settings.admin_port)
+        if self.settings.health_port is not None:
+            await self._start_health(self.settings.health_port, servicer)
+        self._listeners.start()
 
     async def _start_admin(self, port: int) -> None:
-        """Listens for operators, on the loopback address only."""
-        admin = grpc.aio.server(
-            interceptors=(Edge(self.pod),), options=channel_options(self.settings)
-        )
+        """Listens for operators."""
+        admin = self._listeners.make()
         admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminServicer(Controls(self.engine.pipelines), self._drain_soon), admin
+            AdminServicer(Controls(self.engine.pipelines), self._drain_soon, self.census), admin
         )
         channelz.add_channelz_servicer(admin)
         add_reflection(admin, (ADMIN_SERVICE, CHANNELZ_SERVICE))
-        try:
-            self.admin_port = admin.add_insecure_port(f"{ADMIN_HOST}:{port}")
-        except RuntimeError as error:
-            raise StartError(f"cannot listen on {ADMIN_HOST}:{port}: {error}") from None
+        self.admin_port = self._listeners.bind(admin, self.settings.admin_host, port)
         await admin.start()
-        self._admin = admin
+        self._more.append(admin)
+
+    async def _start_health(self, port: int, servicer: HealthServicer) -> None:
+        """Listens for probes, which speak no TLS and have no token: health and nothing else."""
+        probes = self._listeners.make(open_to_all=True)
+        add_health(probes, servicer)
+        self.health_port = self._listeners.bind(probes, self.settings.host, port, plaintext=True)
+        await probes.start()
+        self._more.append(probes)
+
+    def holdings(self) -> list[Holding]:
+        """Everything that requests hold; nothing when none runs."""
+        calls = [
+            Holding("call", "", f"{count} {name}")
+            for name, count in self._listeners.calls.items()
+            if count and name in REQUEST_CALLS
+        ]
+        return [*holdings(self.engine), *calls]
+
+    def census(self) -> Census:
+        """All holdings, and what there is whether or not requests run."""
+        return Census(tuple(self.holdings()), standing(self.engine))
 
     def _drain_soon(self, timeout: float | None) -> int:
         """Begins to drain; the requests that run now."""
@@ -142,7 +160,7 @@ class Server:
         stops end with CANCELLED, which no client retries."""
         with suppress(TimeoutError):
             async with asyncio.timeout(limit):
-                while (wait := QUIET_S - self._edge.idle_s) > 0:  # noqa: ASYNC110 - a time is all there is
+                while (wait := QUIET_S - self._listeners.idle_s) > 0:  # noqa: ASYNC110 - a time is all there is
                     await asyncio.sleep(wait)
 
     async def warm(self) -> None:
@@ -180,8 +198,8 @@ class Server:
             await self._draining
         await self._settle(min(limit, SETTLE_S))
         await self._grpc.stop(STOP_GRACE_S)
-        if self._admin is not None:
-            await self._admin.stop(STOP_GRACE_S)
+        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in self._more))
+        self._listeners.stop()
         await asyncio.gather(*(pool.close() for pool in self._pools))
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -193,17 +211,3 @@ def _first(group: BaseExceptionGroup[StartError]) -> StartError:
         error = error.exceptions[0]
     assert isinstance(error, StartError)
     return error
-
-
-def channel_options(settings: ServerConfig) -> list[tuple[str, int]]:
-    """Options of the listener. Each has a test of its behaviour: the core ignores names that it
-    doesn't know."""
-    return [
-        # Two servers on one port would split the traffic silently.
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", settings.max_receive_bytes),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-    ]

@@ -8,12 +8,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from omni_grpc.auth import tenant_of
 from omni_grpc.engine import Engine
 from omni_grpc.errors import AbortedByClient, NotImplementedYet, SlowConsumer
 from omni_grpc.interaction import Session
 from omni_grpc.interceptors import Context, mirrored, set_request_id
 from omni_grpc.outbox import Numbered
-from omni_grpc.run import Run
+from omni_grpc.run import Run, owned_task
 from omni_grpc.types import Request, UpdateChunk
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from omni_grpc.wire.events import encode_event
@@ -24,7 +25,6 @@ from omni_grpc.wire.updates import decode_chunks, decode_header
 
 HALF_CLOSE_S = 0.2
 """How long a session that has finished waits for its client's half-close."""
-TENANT_KEY = "omni-tenant"
 TRACE_KEYS = ("traceparent", "tracestate")
 
 
@@ -71,7 +71,7 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         request_id = await decode_header(request)
         if len(request_id) <= MAX_ID:
             set_request_id(request_id)
-        run, feeder = self._engine.attach(request_id)
+        run, feeder = self._engine.attach(request_id, tenant_of(context))
         with feeder:
             summary = await self._engine.feed(run, feeder, self._chunks(run, request, context))
         return service_pb2.StreamingUpdateResponse(
@@ -105,8 +105,10 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         with await self._session(setup, context) as session:
             set_request_id(session.run.request_id)
             await self._greet(session.run, context)
-            listening = asyncio.create_task(session.listen(decode_messages(request)))
-            speaking = asyncio.create_task(self._speak(session, context))
+            request_id = session.run.request_id
+            work = session.listen(decode_messages(request))
+            listening = owned_task(work, request_id, "listening to a session")
+            speaking = owned_task(self._speak(session, context), request_id, "speaking to one")
             try:
                 await asyncio.wait((listening, speaking), return_when=asyncio.FIRST_COMPLETED)
                 if not speaking.done():
@@ -126,7 +128,7 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     ) -> Session:
         limit = self._engine.settings.queue_bytes
         if isinstance(setup, Attach):
-            run = self._engine.orchestrator.find(setup.request_id)
+            run = self._engine.orchestrator.find(setup.request_id, tenant_of(context))
             return Session(
                 run, owner=False, receive_outputs=setup.receive_outputs, limit_bytes=limit
             )
@@ -150,7 +152,8 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     ) -> service_pb2.AbortResponse:
         """Aborts; answers when the stages are free."""
         request_ids = decode_abort(request)
-        return encode_outcomes(request_ids, await self._engine.abort(request_ids))
+        outcomes = await self._engine.abort(request_ids, tenant_of(context))
+        return encode_outcomes(request_ids, outcomes)
 
     async def GetServerInfo(
         self, request: service_pb2.GetServerInfoRequest, context: Context
@@ -170,12 +173,8 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
 
 
 def _of_tenant(request: Request, context: Context) -> Request:
-    """The request with the tenant that its metadata names."""
-    for key, value in context.invocation_metadata() or ():
-        if key == TENANT_KEY and isinstance(value, str):
-            options = replace(request.options, tenant=value[:MAX_ID])
-            return replace(request, options=options)
-    return request
+    """The request, as its caller's tenant makes it."""
+    return replace(request, options=replace(request.options, tenant=tenant_of(context)))
 
 
 def _trace(context: Context) -> dict[str, str]:

@@ -15,7 +15,7 @@ from omni_grpc.outbox import Cutter
 from omni_grpc.pipelines.bridges import Bridge
 from omni_grpc.task import TaskHandle
 from omni_grpc.topology import StageNode
-from omni_grpc.types import Params, Payload, Prompt, StageOutput
+from omni_grpc.types import Params, Payload, Progress, Prompt, StageOutput
 
 if TYPE_CHECKING:
     from omni_grpc.run import Run
@@ -34,7 +34,7 @@ class StageRun:
         self.node = node
         self.handle: TaskHandle | None = None
         self.holds = False
-        """Whether the replica still holds the task."""
+        """Whether the task is in a replica, or waits for a place in one."""
         self.admitted = False
         self.ended = False
         self.final = False
@@ -59,6 +59,8 @@ class StageRun:
         self.memory = Conversation() if node.config.engine == "vllm" else None
         self.answered = 0
         """Segments that it has answered."""
+        self.progress = Progress(0)
+        """How far it has said that it is, without the preview."""
 
     @property
     def congested(self) -> bool:
@@ -86,11 +88,9 @@ class StageRun:
         new._sources = dict.fromkeys(self._sources, segments)
         return new
 
-    def began(self, handle: TaskHandle) -> TaskHandle:
-        """The task was sent to a replica."""
-        self.handle, self.holds, self.started_at = handle, True, time.perf_counter()
-        self.heard_at = asyncio.get_running_loop().time()
-        return handle
+    def began(self, handle: TaskHandle) -> None:
+        """There is a task: a replica has it, or it waits for a place."""
+        self.handle, self.holds = handle, True
 
     # ------------------------------------------------------------ input
 
@@ -137,6 +137,10 @@ class StageRun:
             self.feed(end=True)
 
     # ------------------------------------------------------------ the sink of its task
+
+    def on_placed(self) -> None:
+        self.started_at = time.perf_counter()
+        self.heard_at = asyncio.get_running_loop().time()
 
     def on_admitted(self, prepare_ms: float) -> None:
         self._contained(self._run.stage_admitted, self, prepare_ms)

@@ -1,4 +1,4 @@
-"""A task that a replica holds, and who hears about it."""
+"""A task that a replica holds or will hold, and who hears about it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ def new_task_id() -> int:
 class TaskSink(Protocol):
     """Who hears about a task. The methods are called on the event loop and do not raise."""
 
+    def on_placed(self) -> None:
+        """The task was sent to a replica; before that it may have waited for a place."""
+
     def on_admitted(self, prepare_ms: float) -> None:
         """The task runs."""
 
@@ -42,7 +45,8 @@ class TaskSink(Protocol):
         """The task gave something."""
 
     def on_ended(self, error: OmniError | None) -> None:
-        """Nothing of the task is left in the replica. The last word."""
+        """Nothing of the task is left in the replica, or it was aborted while it waited. The last
+        word."""
 
     def on_lost(self) -> None:
         """The replica is gone, and the task with it. The last word."""
@@ -50,14 +54,17 @@ class TaskSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class TaskHandle:
-    """A task that a replica holds."""
+    """A task that a replica holds, or that waits for a place in one."""
 
     id: int
+    request_id: str
     send: Callable[[ToReplica], None]
-    """Sends a message to the replica that holds it."""
+    """Sends a message to the replica that holds it; while it waits, keeps it for then."""
     sink: TaskSink
     work: float
     """What it was taken to be when it was sent, less what it has given since."""
+    waits: bool = field(default=True, init=False)
+    """Whether no replica has it yet."""
     _owed: int = field(default=0, init=False)
     """Bytes of output that were taken and not yet credited."""
     held: bool = field(default=False, init=False)

@@ -1,15 +1,18 @@
-"""The clocks of one request: its deadline, the silence of its stages, the absence of its input."""
+"""The clocks of one request: its deadline, the silence of its stages and towards its client, the
+absence of its input."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
+from omni_grpc.delivery import Delivery
 from omni_grpc.errors import DeadlineExceeded, InputTimeout, OmniError, StageTimeout
 from omni_grpc.graph import Graph
 from omni_grpc.lane import Lane
 from omni_grpc.plan import Plan
 from omni_grpc.stage_run import StageRun
+from omni_grpc.types import StageProgress
 
 GROUP_TIMEOUT_S = 120.0
 """Longest wait of a request for its companions, once its own stage 0 has ended."""
@@ -20,10 +23,16 @@ class Watch:
     them all."""
 
     def __init__(
-        self, plan: Plan, graph: Graph, lane: Lane | None, close: Callable[[OmniError], None]
+        self,
+        plan: Plan,
+        graph: Graph,
+        delivery: Delivery,
+        lane: Lane | None,
+        close: Callable[[OmniError], None],
     ) -> None:
         self._plan = plan
         self._graph = graph
+        self._delivery = delivery
         self._lane = lane
         self._close = close
         self._loop = asyncio.get_running_loop()
@@ -33,6 +42,7 @@ class Watch:
         self._resting = False
         self._later("deadline", plan.timeout_s, self.expire)
         self._later("silence", self._silence_step(), self._watch_silence)
+        self._later("quiet", plan.progress_s, self._watch_quiet)
 
     def _later(self, name: str, delay: float, call: Callable[[], None]) -> None:
         if name in self._timers:
@@ -53,9 +63,9 @@ class Watch:
             timer.cancel()
 
     @property
-    def stopped(self) -> bool:
-        """Whether no clock runs."""
-        return all(timer.cancelled() for timer in self._timers.values())
+    def timers(self) -> list[str]:
+        """The clocks that run."""
+        return [name for name, timer in self._timers.items() if not timer.cancelled()]
 
     def expire(self) -> None:
         """The deadline passed."""
@@ -84,8 +94,8 @@ class Watch:
 
     def _works(self, stage: StageRun) -> bool:
         """Whether it is this stage's turn: it holds a task, is not held back, and waits neither for
-        another stage nor for the client."""
-        if not stage.holds or stage.handle is None or stage.handle.held:
+        a place nor for another stage nor for the client."""
+        if not stage.holds or stage.handle is None or stage.handle.held or stage.handle.waits:
             return False
         if stage is self._graph.entry:
             return self._lane is None or self._lane.answering(stage.answered)
@@ -98,6 +108,20 @@ class Watch:
     def _group_late(self) -> None:
         if not self._graph.group.handed_on:
             self._close(StageTimeout("guidance companions did not finish in time"))
+
+    # ------------------------------------------------------------ the client
+
+    def _watch_quiet(self) -> None:
+        """Gives a client that has read everything a sign of life, where there was nothing else for
+        `progress_s`: what lies between closes streams that are idle. Nothing goes before the
+        request's admission."""
+        limit, taken_at = self._plan.progress_s, self._delivery.taken_at
+        quiet = 0.0 if taken_at is None else self._loop.time() - taken_at
+        if quiet >= limit and not len(self._delivery):
+            stage = next((stage for stage in self._graph if not stage.ended), self._graph.entry)
+            self._delivery.put(StageProgress(stage.node.name, stage.progress))
+            quiet = 0.0
+        self._later("quiet", limit - quiet if quiet < limit else limit / 20, self._watch_quiet)
 
     # ------------------------------------------------------------ input
 

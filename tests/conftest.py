@@ -18,7 +18,9 @@ from hypothesis import settings
 
 from omni_grpc.config import PipelineConfig, ServerConfig, load_pipeline
 from omni_grpc.server import Server
+from tests.clients import conformance_address  # noqa: F401 - a fixture
 from tests.real import options, options_server, voice, voice_server  # noqa: F401 - fixtures
+from tests.secured import guarded, guarded_server, token_file  # noqa: F401 - fixtures
 from tests.streaming import streams, streams_server  # noqa: F401 - fixtures
 from tests.support import Served, client, freed, stub_of
 

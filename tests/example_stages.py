@@ -23,6 +23,7 @@ from omni_grpc.types import (
     Finish,
     FinishReason,
     Payload,
+    Progress,
     StageFacts,
     StageOutput,
     Text,
@@ -59,6 +60,17 @@ class Plain(Stage[None]):
     def text(self, task: Task) -> str:
         """What it says."""
         return prompt_text(task)
+
+
+class Stepping(Plain):
+    """Tells two steps, with half a second after each, and then gives its text."""
+
+    async def run(self, task: Task, prepared: None, inputs: Inputs) -> AsyncIterator[StageOutput]:
+        for step in (1, 2):
+            yield StageOutput(progress=Progress(step, 2))
+            await asyncio.sleep(0.5)
+        yield StageOutput(TextDelta(self.text(task)))
+        yield DONE
 
 
 class Shout(Stage[int]):

@@ -76,7 +76,7 @@ async def options_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncItera
     await asyncio.to_thread(prepare, [LANGUAGE_MODEL], print)
     adapter = tmp_path_factory.mktemp("adapter")
     await asyncio.to_thread(random_lora.build_in_child, resolve(LANGUAGE_MODEL), adapter)
-    async with real_server(options_pipeline(adapter)) as server:
+    async with real_server(options_pipeline(adapter), admin_port=0) as server:
         yield server
 
 

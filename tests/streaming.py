@@ -324,5 +324,5 @@ async def streams(streams_server: Server) -> AsyncIterator[Any]:
     async with client(streams_server) as channel:
         yield stub_of(channel)
     await freed(streams_server)
-    artifacts = streams_server.engine.orchestrator._artifact_root
+    artifacts = streams_server.engine.orchestrator.artifact_root
     await eventually(lambda: not list(artifacts.glob("*")))

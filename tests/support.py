@@ -192,10 +192,9 @@ def running(server: Server) -> dict[str, int]:
     }
 
 
-def holdings(server: Server) -> str:
-    """What is left in a server; empty where nothing is."""
-    runs, tasks = server.engine.orchestrator.statistics(), running(server)
-    return f"runs {runs}, tasks {tasks}" if runs or any(tasks.values()) else ""
+def holdings(server: Server, *but: str) -> str:
+    """What is left in a server, but for these kinds; empty where nothing is."""
+    return "; ".join(str(one) for one in server.holdings() if one.kind not in but)
 
 
 async def eventually(predicate: Callable[[], object], within: float = 1.0) -> None:
@@ -207,11 +206,16 @@ async def eventually(predicate: Callable[[], object], within: float = 1.0) -> No
         await asyncio.sleep(0.005)
 
 
-async def freed(server: Server, within: float = 1.0) -> None:
-    """Returns when the server holds nothing. AssertionError with what it holds if it takes too
-    long."""
+def slowdown() -> float:
+    """How many times slower than when it is idle this machine is: what wants to run, per core."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+async def freed(server: Server, within: float = 1.0, *but: str) -> None:
+    """Returns when the server holds nothing, but for these kinds. AssertionError with what it holds
+    if it takes too long."""
     try:
-        await eventually(lambda: not holdings(server), within)
+        await eventually(lambda: not holdings(server, *but), within)
     except AssertionError:
         raise AssertionError(f"still held after {within:g} s: {holdings(server)}") from None
 

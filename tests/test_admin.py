@@ -63,9 +63,7 @@ async def test_one_paused_replica_gets_no_work(served: Served, admin: Any) -> No
     target = {"stage": "echo/text", "replicas": [0]}
     await admin.PauseStage(admin_pb2.PauseStageRequest(target=target))
     calls = [await started(served.stub, stage_params=[script(outputs=2, hang_at=1)]) for _ in "abc"]
-    load = await served.stub.GetLoad(service_pb2.GetLoadRequest())
-    (stage,) = [stage for stage in load.stages if stage.stage == "text"]
-    assert [replica.running for replica in stage.replicas] == [0, 3]
+    assert await running_in(served, "text") == [0, 3]
     for call in calls:
         call.cancel()
     await eventually(lambda: not served.server.engine.orchestrator.statistics())
@@ -76,11 +74,40 @@ async def test_a_replica_that_fails_is_reported_apart(served: Served, admin: Any
     assert codes(response) == {0: 0, 1: grpc.StatusCode.INTERNAL.value[0]}
     assert response.results[1].status.reason == "STAGE_ERROR"
     assert "script" not in response.results[1].status.message
+
+
+async def test_a_replica_that_cannot_sleep_takes_work_as_before(served: Served, admin: Any) -> None:
     slept = await admin.SleepStage(admin_pb2.SleepStageRequest(target=TARGET))
-    assert codes(slept)[0] == 0
+    assert codes(slept) == {0: 0, 1: grpc.StatusCode.INTERNAL.value[0]}
+    calls = [await started(served.stub, stage_params=[script(outputs=2, hang_at=1)]) for _ in "ab"]
+    assert await running_in(served, "text") == [0, 2]
+    one = {"stage": "text", "replicas": [1]}
+    await admin.PauseStage(admin_pb2.PauseStageRequest(target=one))
     assert (await refusal(served.stub)).reason == "STAGE_UNAVAILABLE"
-    await admin.WakeStage(admin_pb2.WakeStageRequest(target=TARGET))
+    woken = await admin.WakeStage(admin_pb2.WakeStageRequest(target=TARGET))
+    assert codes(woken) == {0: 0, 1: grpc.StatusCode.INTERNAL.value[0]}
+    # Replica 1 did not wake, and stays as it was: paused.
     assert texts(await collect(served.stub, text="awake")) == "awake"
+    assert await running_in(served, "text") == [0, 2]
+    for call in calls:
+        call.cancel()
+
+
+async def test_what_runs_finishes_before_a_stage_sleeps(served: Served, admin: Any) -> None:
+    await admin.PauseStage(admin_pb2.PauseStageRequest(target={"stage": "text", "replicas": [1]}))
+    running = await started(served.stub, stage_params=[script(outputs=4, interval_ms=50)])
+    target = {"stage": "text", "replicas": [0]}
+    sleeping = admin.SleepStage(admin_pb2.SleepStageRequest(target=target))
+    rest = [response async for response in running]
+    assert rest[-1].HasField("finished")
+    assert codes(await sleeping) == {0: 0}
+
+
+async def running_in(served: Served, name: str) -> list[int]:
+    """Tasks that each replica of the stage holds."""
+    load = await served.stub.GetLoad(service_pb2.GetLoadRequest())
+    (stage,) = [stage for stage in load.stages if stage.stage == name]
+    return [replica.running for replica in stage.replicas]
 
 
 async def test_an_engine_without_adapters_says_so(served: Served, admin: Any) -> None:
@@ -131,3 +158,25 @@ async def test_the_service_is_off_by_default(serve: Serve) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.PauseStage(admin_pb2.PauseStageRequest(target=TARGET))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_census_lists_what_a_request_holds(served: Served, admin: Any) -> None:
+    request = admin_pb2.GetCensusRequest()
+    before = await admin.GetCensus(request)
+    assert not before.holdings
+    assert before.standing["replica processes"] == 6
+    call = await started(
+        served.stub, request_id="held", stage_params=[script(outputs=2, hang_at=1)]
+    )
+    holdings = (await admin.GetCensus(request)).holdings
+    assert {one.request_id for one in holdings} == {"held", ""}
+    assert {one.kind for one in holdings if one.request_id} == {"request", "task"}
+    assert any(one.detail.startswith("replica text/") for one in holdings)
+    others = {(one.kind, one.detail) for one in holdings if not one.request_id}
+    assert {("budget", "1 requests"), ("call", "1 AddRequest")} <= others
+    call.cancel()
+    await eventually(lambda: not served.server.holdings())
+    after = await admin.GetCensus(request)
+    assert not after.holdings
+    assert after.standing["replica processes"] == 6
+    assert after.standing["asyncio tasks"] == before.standing["asyncio tasks"]

@@ -245,7 +245,8 @@ async def test_abort_while_a_write_is_blocked(serve: Serve) -> None:
     async with client(served.server) as channel:
         answer = await stub_of(channel).Abort(service_pb2.AbortRequest(request_ids=["slow"]))
     assert [r.outcome for r in answer.results] == [ABORTED]
-    await freed(served.server)
+    # The write waits for the client, and the call with it.
+    await freed(served.server, 1, "call")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         [response async for response in call]
     assert rich_error(caught.value).reason == "ABORTED_BY_CLIENT"
@@ -255,7 +256,8 @@ async def test_the_pipelines_longest_while_a_write_is_blocked(serve: Serve) -> N
     served = await serve(echo({"max_duration": 2}))
     call = await stalled(served)
     await eventually(lambda: not served.server.engine.orchestrator.statistics(), 5)
-    await freed(served.server)
+    # The write waits for the client, and the call with it.
+    await freed(served.server, 1, "call")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         [response async for response in call]
     assert rich_error(caught.value).reason == "DEADLINE"

@@ -680,4 +680,4 @@ async def test_random_schedules(
     assert set(actions) == set(ACTIONS)
     await freed(server, 5)
     await eventually(lambda: len(asyncio.all_tasks()) <= tasks + 2, 5)
-    assert server.engine.budget.statistics() == {"requests": 0, "media_bytes": 0, "tenants": 0}
+    assert not any(server.engine.budget.statistics().values())

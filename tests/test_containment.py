@@ -13,19 +13,19 @@ import grpc
 import pytest
 
 from omni_grpc import run, servicer
-from omni_grpc.balance import Balancer
 from omni_grpc.delivery import Delivery
 from omni_grpc.outbox import Cutter, Outbox
 from omni_grpc.report import Report
 from omni_grpc.routing import Routing
 from omni_grpc.server import Server
 from omni_grpc.submission import Submission
+from omni_grpc.waiting import Places
 from tests.support import RichError, collect, rich_error, texts
 
 PARTS: dict[str, tuple[Any, str]] = {
     "decoder": (servicer, "decode_request"),
     "transform": (Submission, "transform"),
-    "balancer": (Balancer, "pick"),
+    "line": (Places, "submit"),
     "task": (Submission, "task"),
     "routing": (Routing, "route"),
     "cutter": (Cutter, "cut"),

@@ -39,7 +39,7 @@ FILES: list[FileDescriptor] = [
 ]
 
 # The names of the contract's page: renaming one breaks clients, checks and gateways.
-ADMIN = "PauseStage ResumeStage ResetCache SleepStage WakeStage LoadLora UnloadLora Drain"
+ADMIN = "PauseStage ResumeStage ResetCache SleepStage WakeStage LoadLora UnloadLora Drain GetCensus"
 METHODS = {
     "OmniService": {
         "AddRequest": (False, True),

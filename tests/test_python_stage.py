@@ -146,14 +146,16 @@ async def test_abort_waits_until_the_stage_has_let_go() -> None:
 
 async def test_command_that_the_stage_does_not_know_is_not_supported() -> None:
     async with serving(alone("commands", "Shout")) as running:
-        replica = running.server.engine.pools[0].acquire()
+        replica = running.server.engine.pools[0].slots[0].replica
+        assert replica is not None
         with pytest.raises(NotSupported, match="engine 'python' does not support 'reset_cache'"):
             await asyncio.wait_for(replica.control("reset_cache", {}), 5)
 
 
 async def test_command_to_a_lost_replica_fails_at_once() -> None:
     async with serving(alone("lost", "Shout", restart={"backoff": 60})) as running:
-        replica = running.server.engine.pools[0].acquire()
+        replica = running.server.engine.pools[0].slots[0].replica
+        assert replica is not None
         replicas("lost", "text")[0].kill()
         await replica.gone()
         with pytest.raises(StageUnavailable):

@@ -14,6 +14,7 @@ from google.protobuf import descriptor_database, descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection_pb2 as messages
 
 from omni_grpc.v1 import service_pb2
+from tests.conformance.tool_peers import documents
 from tests.running import BIN, ServerProcess
 
 SERVICE = "omni_grpc.v1.OmniService"
@@ -54,15 +55,6 @@ def buf(address: str, method: str, data: str | None = None, *flags: str) -> str:
     given = ["--data", data] if data is not None else []
     common = ("--http2-prior-knowledge", "--protocol", "grpc", "--reflect-protocol", "grpc-v1")
     return run("buf", "curl", *common, *given, *flags, f"http://{address}{method}")
-
-
-def documents(text: str) -> list[dict[str, object]]:
-    """The JSON documents that stand one after another in a text."""
-    decoder, found, place = json.JSONDecoder(), [], 0
-    while (place := len(text) - len(text[place:].lstrip())) < len(text):
-        document, place = decoder.raw_decode(text, place)
-        found.append(document)
-    return found
 
 
 def check_stream(events: list[dict[str, object]]) -> None:

@@ -26,9 +26,10 @@ def failing(name: str, stage: str = "Failing", **fields: Any) -> PipelineConfig:
     return text_pipeline(name, engine="python", model=model, restart=restart, **fields)
 
 
-async def serves_again(served: Served, replicas_: int = 1) -> None:
-    """Returns when the pool is whole and answers."""
+async def serves_again(served: Served, replicas_: int = 1, lost: int = 1) -> None:
+    """Returns when a replica was lost and the pool is whole again, and answers."""
     pool = served.server.engine.pools[0]
+    await eventually(lambda: sum(slot.restarts for slot in pool.slots) >= lost, 15)
     await eventually(lambda: pool.ready_replicas == replicas_, 15)
     assert texts(await collect(served.stub, text="fine")) == "so far fine"
 
@@ -44,7 +45,7 @@ async def test_a_replica_that_ends_ends_its_requests_only(serve: Serve, how: str
     error = await refusal(served.stub, text=f"{how} at once")
     assert (error.code, error.reason) == LOST_BEFORE
     assert error.retry and error.pushback_ms
-    await serves_again(served, 2)
+    await serves_again(served, 2, lost=3)
 
 
 @pytest.mark.parametrize("how", ["raise", "memory"])
@@ -57,7 +58,7 @@ async def test_a_step_that_fails_ends_one_request_and_no_replica(serve: Serve, h
     assert (error.code, error.reason) == FAILED
     assert "4711" not in error.message
     assert texts(await beside) == "so far fine"
-    await serves_again(served)
+    await serves_again(served, lost=0)
     assert alive(process)
 
 

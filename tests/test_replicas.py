@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from omni_grpc.balance import Balancer, Policy, estimate
-from omni_grpc.budget import Budget, Share
-from omni_grpc.config import ServerConfig, StageConfig
-from omni_grpc.errors import ConfigError, MediaBudget, QueueFull, TenantBudget
+from omni_grpc.config import StageConfig
+from omni_grpc.errors import ConfigError
 from omni_grpc.placement import Starts, check_memory, devices_of, width_of
 from omni_grpc.types import DiffusionParams, Prompt, SamplingParams, Text
 from omni_grpc.v1 import service_pb2
@@ -96,7 +95,7 @@ async def test_a_request_that_gave_something_is_not_retried(serve: Serve) -> Non
 
 
 async def test_full_replicas_refuse_with_a_time_to_come_back(serve: Serve) -> None:
-    served = await serve(echo(replicas=2, max_tasks=1))
+    served = await serve(echo(replicas=2, max_tasks=1, max_waiting=0))
     held = [await started(served.stub, stage_params=[script(outputs=9, hang_at=1)]) for _ in "ab"]
     error = await refusal(served.stub)
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
@@ -119,25 +118,6 @@ async def test_each_tenant_has_its_own_budget(serve: Serve) -> None:
     other = [r async for r in served.stub.AddRequest(ask(), metadata=yours)]
     assert other[-1].HasField("finished")
     held.cancel()
-
-
-async def test_a_budget_gives_back_what_it_took() -> None:
-    settings = ServerConfig(max_requests=3, max_tenant_requests=2, max_media_bytes=100)
-    budget = Budget(settings)
-    a, b = Share("a", 60), Share("b", 60)
-    budget.take(a)
-    with pytest.raises(MediaBudget):
-        budget.take(b)
-    budget.take(Share("a", 0))
-    with pytest.raises(TenantBudget):
-        budget.take(Share("a", 0))
-    budget.take(Share("b", 0))
-    with pytest.raises(QueueFull) as full:
-        budget.take(Share("c", 0))
-    assert full.value.retry_after_s
-    for share in (a, Share("a", 0), Share("b", 0)):
-        budget.give(share)
-    assert budget.statistics() == {"requests": 0, "media_bytes": 0, "tenants": 0}
 
 
 # ---------------------------------------------------------------- balanced

@@ -256,13 +256,15 @@ async def test_trace_ids_are_never_the_request_id(stub: Any) -> None:
     """Two requests of one trace run beside each other."""
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     metadata = (("traceparent", f"00-{trace}-00f067aa0ba902b7-01"), ("omni-request-id", trace))
+    said = ["what the first one says", "and the second"]
     calls = [
-        stub.AddRequest(ask(stage_params=[script(first_ms=100)]), metadata=metadata)
-        for _ in range(2)
+        stub.AddRequest(ask(text, stage_params=[script(first_ms=100)]), metadata=metadata)
+        for text in said
     ]
     ids = [(await anext(aiter(call))).accepted.request_id for call in calls]
-    for call in calls:
-        assert [r async for r in call][-1].HasField("finished")
+    answers = [[r async for r in call] for call in calls]
+    assert [texts(responses) for responses in answers] == said
+    assert all(responses[-1].HasField("finished") for responses in answers)
     assert ids[0] != ids[1] and not any(trace in request_id for request_id in ids)
 
 

@@ -340,7 +340,7 @@ async def test_a_bad_chunk_takes_its_own_directories_only(
         owned = directories(streams_server, request.id)
         error = await refused(streams, request.id, chunk(1, prompt={"text": prompt}))
         assert error.reason == reason and "secret" not in error.message
-        root = streams_server.engine.orchestrator._artifact_root
+        root = streams_server.engine.orchestrator.artifact_root
         await eventually(lambda: below(root) == set(owned))
         assert directories(streams_server, request.id) == owned
         assert [(path / "prompt").read_text() for path in owned] == ["a", "b"]

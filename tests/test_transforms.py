@@ -78,7 +78,7 @@ def gate() -> Iterator[None]:
 
 def left(server: Server) -> list[Path]:
     """Artifact directories that are there."""
-    return list(server.engine.orchestrator._artifact_root.glob("*"))
+    return list(server.engine.orchestrator.artifact_root.glob("*"))
 
 
 def do(*deeds: str, **fields: Any) -> dict[str, Any]:
@@ -410,7 +410,7 @@ async def test_stopping_deletes_them(live: bool, gate: None) -> None:
         call = served.omni.AddRequest(ask(**fields))
         reading = asyncio.create_task(_code(call))
         paths = await (running(served.server, fields["request_id"]) if live else acted_(fields))
-        root = served.server.engine.orchestrator._artifact_root
+        root = served.server.engine.orchestrator.artifact_root
         stopping = asyncio.create_task(served.stop(0.1))
         assert await reading is S.UNAVAILABLE
         await stopping
@@ -461,7 +461,7 @@ async def test_what_is_not_below_the_root_is_refused_and_stays(
     stub: Any, server: Server, tmp_path: Path, kind: str
 ) -> None:
     (tmp_path / "precious").write_text("keep me")
-    root = server.engine.orchestrator._artifact_root
+    root = server.engine.orchestrator.artifact_root
     # Another request's directory is below the root too.
     bystander = do("make", stage_params=thinking(hang_at=0))
     other = stub.AddRequest(ask(pipeline="acting", **bystander))

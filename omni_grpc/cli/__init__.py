@@ -1,4 +1,4 @@
-"""The command line: serve · generate · speak · live · describe · check · prepare.
+"""The command line: serve · generate · speak · live · describe · check · prepare · token.
 
 The commands that call a server know nothing but `omni_grpc_client`."""
 
@@ -16,8 +16,15 @@ from omni_grpc.cli.live import LIVE_EPILOG, live
 from omni_grpc.cli.pipelines import check, prepare_command
 from omni_grpc.cli.serve import serve
 from omni_grpc.cli.speak import SPEAK_EPILOG, speak
+from omni_grpc.cli.token import token
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, help="Omni-modal inference over gRPC.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    help="Omni-modal inference over gRPC.",
+    # A traceback must not show a token: typer's default, but not in every version that we take.
+    pretty_exceptions_show_locals=False,
+)
 app.command()(serve)
 app.command(epilog=EPILOG)(generate)
 app.command(epilog=SPEAK_EPILOG)(speak)
@@ -25,6 +32,7 @@ app.command(epilog=LIVE_EPILOG)(live)
 app.command(epilog=EXIT_CODES)(describe)
 app.command()(check)
 app.command(name="prepare")(prepare_command)
+app.command()(token)
 
 
 @app.callback(invoke_without_command=True)

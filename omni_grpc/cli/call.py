@@ -1,13 +1,14 @@
-"""A call to a server from the command line: the target, and what its errors become."""
+"""A call to a server from the command line, and what its errors become."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from omni_grpc.cli.connection import TOKEN_VARIABLE, Connection
 from omni_grpc.cli.failure import ExitCode, fail
 
 if TYPE_CHECKING:
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from omni_grpc_client import OmniCallError, OmniClient
 
 T = TypeVar("T")
-
-Target = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the server listens.")]
-DEFAULT_TARGET = "localhost:50051"
 
 CODES = {
     "INVALID_ARGUMENT": ExitCode.INVALID,
@@ -39,8 +37,8 @@ class CommandError(Exception):
         self.code = code
 
 
-def call_server(target: str, work: Callable[[OmniClient], Awaitable[T]]) -> T:
-    """Runs `work` with a client of the server at `target`; its errors end the command."""
+def call_server(connection: Connection, work: Callable[[OmniClient], Awaitable[T]]) -> T:
+    """Runs `work` with a client of the server; its errors end the command."""
     try:
         import omni_grpc_client as client
     except ImportError as error:
@@ -50,17 +48,36 @@ def call_server(target: str, work: Callable[[OmniClient], Awaitable[T]]) -> T:
             "install it: pip install omni-grpc-client (in the repository: clients/python)",
         ) from None
 
+    try:
+        unconnected = client.OmniClient(
+            connection.target,
+            credentials=client.tls_credentials(
+                connection.tls_ca, connection.tls_cert, connection.tls_key
+            )
+            if connection.secure
+            else None,
+            token=connection.token,
+            insecure_token=connection.insecure,
+        )
+    except client.InsecureTokenError as error:
+        hint = "use TLS (--tls, --tls-ca), or --insecure where the network between is trusted"
+        raise fail(error, ExitCode.INVALID, hint) from None
+    except (OSError, ValueError) as error:
+        raise fail(error) from None
+
     async def run() -> T:
-        async with client.OmniClient(target) as connected:
+        async with unconnected as connected:
             return await work(connected)
 
     try:
         return asyncio.run(run())
     except client.OmniCallError as error:
-        raise call_failed(error, target) from None
+        raise call_failed(error, connection.target) from None
     except client.ProtocolError as error:
         hint = "is that an omni-grpc server of this version?"
-        raise fail(f"{target} broke the protocol: {error}", ExitCode.OTHER, hint) from None
+        raise fail(
+            f"{connection.target} broke the protocol: {error}", ExitCode.OTHER, hint
+        ) from None
     except CommandError as error:
         raise fail(error, error.code, error.hint) from None
     except BrokenPipeError:
@@ -89,13 +106,18 @@ def call_failed(error: OmniCallError, target: str) -> typer.Exit:
 def _hint(error: OmniCallError, target: str) -> str:
     match error.code, error.reason:
         case "UNAVAILABLE", "":
-            return f"nothing serves at {target}: is it running? Try: omni-grpc serve"
+            return (
+                f"nothing serves at {target}: is it running? Try: omni-grpc serve "
+                "(and where it has TLS, give --tls-ca here)"
+            )
         case "NOT_FOUND", "PIPELINE_NOT_FOUND":
             return f"omni-grpc describe --target {target} lists what is served"
         case "DEADLINE_EXCEEDED", "" | "DEADLINE":
             return "give a longer --timeout, within the limit that omni-grpc describe shows"
         case "ALREADY_EXISTS", _:
             return "choose another --request-id, or leave it out"
+        case "UNAUTHENTICATED", _:
+            return f"give a token: --token, or the environment's {TOKEN_VARIABLE}"
         case "INTERNAL", _ if error.request_id:
             return f"the server's log has the cause, request {error.request_id}"
     if error.retry_after is not None:

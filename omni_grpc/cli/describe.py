@@ -11,19 +11,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from omni_grpc.cli.call import DEFAULT_TARGET, Target, call_server
+from omni_grpc.cli.call import call_server
+from omni_grpc.cli.connection import Connection, with_connection
 
 if TYPE_CHECKING:
     from omni_grpc_client import OutputFormat, PipelineInfo, ServerInfo, StageInfo
 
 
+@with_connection
 def describe(
     json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON object.")] = False,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for the answer.")] = 10.0,
-    target: Target = DEFAULT_TARGET,
+    *,
+    connection: Connection,
 ) -> None:
     """Tells what a server serves: pipelines, stages, outputs, limits, capabilities."""
-    info = call_server(target, lambda client: client.server_info(timeout=timeout))
+    info = call_server(connection, lambda client: client.server_info(timeout=timeout))
     if json:
         typer.echo(json_format.dumps(dataclasses.asdict(info), ensure_ascii=False, indent=2))
         return

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omni_grpc.cli.call import DEFAULT_TARGET, Target, call_server
+from omni_grpc.cli.call import call_server
+from omni_grpc.cli.connection import Connection, with_connection
 from omni_grpc.cli.failure import EXIT_CODES, fail
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ Settings = Annotated[
     ),
 ]
 
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Neither progress nor summary.")]
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -85,6 +88,7 @@ class Wish:
     """(modality, file or URI) of what goes with the prompt."""
 
 
+@with_connection
 def generate(
     prompt: Annotated[
         str | None,
@@ -118,10 +122,9 @@ def generate(
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object per event; of bytes the size only.")
     ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Neither progress nor summary.")
-    ] = False,
-    target: Target = DEFAULT_TARGET,
+    quiet: Quiet = False,
+    *,
+    connection: Connection,
 ) -> None:
     """Sends one request; prints its text as it arrives, writes sound and pictures to files.
 
@@ -144,7 +147,7 @@ def generate(
         timeout,
         tuple(media),
     )
-    call_server(target, lambda client: run(client, wish, json=json, quiet=quiet))
+    call_server(connection, lambda client: run(client, wish, json=json, quiet=quiet))
 
 
 async def run(client: OmniClient, wish: Wish, *, json: bool, quiet: bool) -> None:

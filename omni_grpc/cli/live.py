@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
-from omni_grpc.cli.call import DEFAULT_TARGET, CommandError, Target, call_server
+from omni_grpc.cli.call import CommandError, call_server
+from omni_grpc.cli.connection import Connection, with_connection
 from omni_grpc.cli.failure import EXIT_CODES, ExitCode, fail
 from omni_grpc.cli.generate import Settings, Wish
 from omni_grpc.cli.speak import read_stdin
@@ -65,6 +66,7 @@ class Film:
     quiet: bool
 
 
+@with_connection
 def live(
     prompt: Annotated[str, typer.Argument(help="What is shown first.")] = FIRST_PROMPT,
     out: Annotated[
@@ -87,7 +89,8 @@ def live(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Neither events nor summary.")
     ] = False,
-    target: Target = DEFAULT_TARGET,
+    *,
+    connection: Connection,
 ) -> None:
     """Shows a film while it is made, or writes it to a file. Every line that is typed changes what
     it shows."""
@@ -99,7 +102,7 @@ def live(
         prompt, None, pipeline, ("video",), (), None, None, seed, tuple(settings or ()), "", timeout
     )
     film = Film(prompt, out, frames, transition, quiet)
-    call_server(target, lambda client: run(client, wish, film))
+    call_server(connection, lambda client: run(client, wish, film))
 
 
 async def run(client: OmniClient, wish: Wish, film: Film) -> None:

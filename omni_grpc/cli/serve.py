@@ -8,13 +8,15 @@ import logging
 import os
 import signal
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 import uvloop
 
 from omni_grpc.cli.failure import fail
-from omni_grpc.config import PipelineConfig, ServerConfig, load_pipeline
+from omni_grpc.config import PipelineConfig, ServerConfig, load_pipeline, load_settings
+from omni_grpc.config.listening import address
 from omni_grpc.embedded import EmbeddedModelError, missing, prepare
 from omni_grpc.errors import ConfigError, StartError
 from omni_grpc.topology import check_pipeline
@@ -23,35 +25,104 @@ from omni_grpc.types import Modality
 log = logging.getLogger("omni_grpc")
 
 
+Pipelines = Annotated[
+    list[str], typer.Option(help="Name of a built-in pipeline, or a YAML file. Repeatable.")
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="YAML of settings; options are over what it says."),
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")]
+AdminHost = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of AdminService. Another one than loopback needs tokens or client "
+        "certificates.",
+        show_default="127.0.0.1",
+    ),
+]
+AdminPort = Annotated[
+    int | None,
+    typer.Option(help="Port of AdminService and channelz.", show_default="they are not served"),
+]
+HealthPort = Annotated[
+    int | None,
+    typer.Option(help="Port of health alone, in plain text, for probes.", show_default="none"),
+]
+Insecure = Annotated[
+    bool | None,
+    typer.Option("--insecure", help="Serve plain text on an address that others can reach."),
+]
+TlsCert = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Certificate chain (PEM). Read again when it changes."),
+]
+TlsKey = Annotated[str | None, typer.Option(metavar="FILE", help="Its private key (PEM).")]
+TlsClientCa = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Roots of client certificates: only clients with one enter."),
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Bearer tokens that may call; see omni-grpc token."),
+]
+DrainDelay = Annotated[
+    float | None,
+    typer.Option(help="Seconds after SIGTERM until new requests are refused.", show_default="0"),
+]
+
+
 def serve(
-    pipeline: Annotated[
-        list[str], typer.Option(help="Name of a built-in pipeline, or a YAML file. Repeatable.")
-    ] = ["echo"],  # noqa: B006 - typer reads it, nobody changes it
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 50051,
-    max_requests: Annotated[int, typer.Option(help="Requests at once.")] = 1024,
-    drain_delay: Annotated[
-        float,
-        typer.Option(help="Seconds after SIGTERM until new requests are refused."),
-    ] = 0.0,
+    pipeline: Pipelines = ["echo"],  # noqa: B006 - typer reads it, nobody changes it
+    config: Config = None,
+    host: Host = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port; 0 picks a free one.", show_default="50051")
+    ] = None,
+    admin_host: AdminHost = None,
+    admin_port: AdminPort = None,
+    health_port: HealthPort = None,
+    insecure: Insecure = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    tokens: Tokens = None,
+    max_requests: Annotated[
+        int | None, typer.Option(help="Requests at once.", show_default="1024")
+    ] = None,
+    drain_delay: DrainDelay = None,
     drain_timeout: Annotated[
-        float, typer.Option(help="Seconds for running requests after that.")
-    ] = 30.0,
+        float | None,
+        typer.Option(help="Seconds for running requests after that.", show_default="30"),
+    ] = None,
 ) -> None:
     """Serves pipelines until SIGTERM or Ctrl-C. The first one named is the default."""
+    options = {
+        "host": host,
+        "port": port,
+        "admin_host": admin_host,
+        "admin_port": admin_port,
+        "health_port": health_port,
+        "insecure": insecure,
+        "tls.cert": tls_cert,
+        "tls.key": tls_key,
+        "tls.client_ca": tls_client_ca,
+        "auth.tokens": tokens,
+        "max_requests": max_requests,
+        "drain_delay": drain_delay,
+        "drain_timeout": drain_timeout,
+    }
+    _run(config, {name: value for name, value in options.items() if value is not None}, pipeline)
+
+
+def _run(file: Path | None, options: dict[str, Any], pipelines: list[str]) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
     try:
-        settings = ServerConfig(
-            host=host,
-            port=port,
-            max_requests=max_requests,
-            drain_delay=drain_delay,
-            drain_timeout=drain_timeout,
-        )
-        configs = [load_pipeline(reference) for reference in pipeline]
-        for reference, config in zip(pipeline, configs, strict=True):
+        settings = load_settings(file, options)
+        configs = [load_pipeline(reference) for reference in pipelines]
+        for reference, config in zip(pipelines, configs, strict=True):
             check_pipeline(config, reference)
         _prepare(configs)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -85,7 +156,11 @@ async def _serve(settings: ServerConfig, configs: list[PipelineConfig]) -> None:
     server = Server(settings, configs)
     try:
         await server.start()
-        log.info("listening on %s:%d, loading", settings.host, server.port)
+        log.info("listening on %s, loading", address(settings.host, server.port))
+        if settings.admin_port is not None:
+            log.info("AdminService on %s", address(settings.admin_host, server.admin_port))
+        if settings.health_port is not None:
+            log.info("health alone on %s", address(settings.host, server.health_port))
         warming, stop = asyncio.create_task(server.warm()), asyncio.create_task(stopping.wait())
         await asyncio.wait((warming, stop), return_when=asyncio.FIRST_COMPLETED)
         if not warming.done():
@@ -93,24 +168,33 @@ async def _serve(settings: ServerConfig, configs: list[PipelineConfig]) -> None:
             await asyncio.gather(warming, return_exceptions=True)
             return
         await warming
-        _announce(settings.host, server.port, configs)
+        _announce(settings, address(settings.host, server.port), configs)
         await stop
         log.info("stopping: running requests get %g s", settings.drain_timeout)
     finally:
         await server.stop()
 
 
-def _announce(host: str, port: int, configs: list[PipelineConfig]) -> None:
+def _announce(settings: ServerConfig, where: str, configs: list[PipelineConfig]) -> None:
     names = ", ".join(config.name for config in configs)
-    typer.echo(f"Serving {names} on {host}:{port}. Try: {_example_call(configs[0], host, port)}")
+    typer.echo(f"Serving {names} on {where}. Try: {_example_call(settings, where, configs[0])}")
 
 
-def _example_call(config: PipelineConfig, host: str, port: int) -> str:
+def _example_call(settings: ServerConfig, where: str, config: PipelineConfig) -> str:
     """A call of grpcurl that the default pipeline answers."""
+    command = ["grpcurl"]
+    if settings.tls is None:
+        command.append("-plaintext")
+    else:
+        command.append("-cacert ROOTS")
+        if settings.tls.client_ca:
+            command.append("-cert YOURS -key ITS-KEY")
+    if settings.auth is not None:
+        command.append("-H 'authorization: Bearer TOKEN'")
     if "text" not in config.prompts:
-        return f"grpcurl -plaintext {host}:{port} omni_grpc.v1.OmniService/GetServerInfo"
+        return " ".join([*command, where, "omni_grpc.v1.OmniService/GetServerInfo"])
     request: dict[str, object] = {"prompt": {"text": config.example}}
     if any(stage.output is Modality.TEXT for stage in config.stages):
         request["output_modalities"] = ["MODALITY_TEXT"]
     body = json.dumps(request).replace("'", "\\u0027")
-    return f"grpcurl -plaintext -d '{body}' {host}:{port} omni_grpc.v1.OmniService/AddRequest"
+    return " ".join([*command, f"-d '{body}'", where, "omni_grpc.v1.OmniService/AddRequest"])

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
-from omni_grpc.cli.call import DEFAULT_TARGET, CommandError, Target, call_server
+from omni_grpc.cli.call import CommandError, call_server
+from omni_grpc.cli.connection import Connection, with_connection
 from omni_grpc.cli.failure import EXIT_CODES, ExitCode, fail
 from omni_grpc.cli.generate import Settings, Wish
 
@@ -36,6 +37,7 @@ write-a-story | omni-grpc speak --out - | aplay
 {EXIT_CODES} What was spoken until then stays in the file."""
 
 
+@with_connection
 def speak(
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="WAV file; - writes to stdout, for a player.")
@@ -48,7 +50,8 @@ def speak(
         float | None, typer.Option(min=0.001, help="Seconds for the whole call.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary.")] = False,
-    target: Target = DEFAULT_TARGET,
+    *,
+    connection: Connection,
 ) -> None:
     """Speaks its standard input as it arrives: the first clause is heard before the second was
     written. Each line is a segment of its own.
@@ -59,7 +62,7 @@ def speak(
     wish = Wish(
         "", None, pipeline, ("audio",), (out,), None, None, None, tuple(settings or ()), "", timeout
     )
-    call_server(target, lambda client: run(client, wish, out, quiet=quiet))
+    call_server(connection, lambda client: run(client, wish, out, quiet=quiet))
 
 
 async def run(client: OmniClient, wish: Wish, out: Path, *, quiet: bool) -> None:

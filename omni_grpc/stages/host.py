@@ -323,6 +323,8 @@ class Host:
             await self._stage.control(message.command, message.arguments)
         except OmniError as reason:
             error = reason
+        except ReplicaDead:
+            _die()
         except Exception:
             error = self._failed(f"failed at {message.command!r}")
         self._channel.send(ControlDone(message.call, error.record() if error else None))

@@ -133,3 +133,32 @@ class DrainResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     running: int
     def __init__(self, running: _Optional[int] = ...) -> None: ...
+
+class GetCensusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetCensusResponse(_message.Message):
+    __slots__ = ("holdings", "standing")
+    class StandingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    holdings: _containers.RepeatedCompositeFieldContainer[Holding]
+    standing: _containers.ScalarMap[str, int]
+    def __init__(self, holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., standing: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class Holding(_message.Message):
+    __slots__ = ("kind", "request_id", "detail")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    request_id: str
+    detail: str
+    def __init__(self, kind: _Optional[str] = ..., request_id: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...

@@ -76,6 +76,11 @@ class AdminServiceStub:
                 request_serializer=omni__grpc_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=omni__grpc_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetCensus = channel.unary_unary(
+                '/omni_grpc.v1.AdminService/GetCensus',
+                request_serializer=omni__grpc_dot_v1_dot_admin__pb2.GetCensusRequest.SerializeToString,
+                response_deserializer=omni__grpc_dot_v1_dot_admin__pb2.GetCensusResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -105,14 +110,15 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SleepStage(self, request, context):
-        """Frees a stage's device memory until it is woken.
+        """Frees a stage's device memory until it is woken. New work is kept away at once, what runs may
+        finish first (60 s at most). A replica that cannot sleep takes work as before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeStage(self, request, context):
-        """Wakes a sleeping stage.
+        """Wakes a sleeping stage; replicas that woke take work again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,7 +139,14 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops admitting requests and lets the running ones finish.
+        """Stops admitting requests, after the server's drain delay, and lets the running ones finish.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCensus(self, request, context):
+        """Everything that requests hold in the server, for finding what does not go away.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,6 +194,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=omni__grpc_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=omni__grpc_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetCensus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCensus,
+                    request_deserializer=omni__grpc_dot_v1_dot_admin__pb2.GetCensusRequest.FromString,
+                    response_serializer=omni__grpc_dot_v1_dot_admin__pb2.GetCensusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -401,6 +419,33 @@ class AdminService:
             '/omni_grpc.v1.AdminService/Drain',
             omni__grpc_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             omni__grpc_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCensus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/omni_grpc.v1.AdminService/GetCensus',
+            omni__grpc_dot_v1_dot_admin__pb2.GetCensusRequest.SerializeToString,
+            omni__grpc_dot_v1_dot_admin__pb2.GetCensusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -90,14 +90,16 @@ class ServerLimits(_message.Message):
     def __init__(self, max_receive_bytes: _Optional[int] = ..., max_requests: _Optional[int] = ..., max_send_bytes: _Optional[int] = ...) -> None: ...
 
 class StageLoad(_message.Message):
-    __slots__ = ("pipelines", "stage", "replicas")
+    __slots__ = ("pipelines", "stage", "replicas", "waiting")
     PIPELINES_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     pipelines: _containers.RepeatedScalarFieldContainer[str]
     stage: str
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaLoad]
-    def __init__(self, pipelines: _Optional[_Iterable[str]] = ..., stage: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ...) -> None: ...
+    waiting: int
+    def __init__(self, pipelines: _Optional[_Iterable[str]] = ..., stage: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ..., waiting: _Optional[int] = ...) -> None: ...
 
 class ReplicaLoad(_message.Message):
     __slots__ = ("replica", "ready", "waiting", "running", "work_left", "kv_cache_use", "capacity", "sample_age_ms", "restarts", "counters")

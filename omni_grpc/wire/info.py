@@ -126,6 +126,7 @@ def encode_load(stages: Iterable[StageStatistics]) -> list[info_pb2.StageLoad]:
             pipelines=stage.pipelines,
             stage=stage.stage,
             replicas=[_replica(slot) for slot in stage.replicas],
+            waiting=stage.waiting,
         )
         for stage in stages
     ]

@@ -15,10 +15,7 @@ from omni_grpc.config import ServerConfig
 
 Object = dict[str, Any]
 
-ANNOUNCED = {
-    *("--insecure", "--metrics-port", "--health-port", "--admin-port"),
-    *("--tls-cert", "--tls-key"),
-}
+ANNOUNCED = {"--metrics-port"}
 """Options of `omni-grpc serve` that the manifests may use before the command has them."""
 
 

@@ -6,6 +6,7 @@ from omni_grpc.v1.service_pb2 import AddRequestRequest
 from omni_grpc_client.answer import Answer, AnswerBuilder
 from omni_grpc_client.client import AbortOutcome, OmniClient
 from omni_grpc_client.conversation import Conversation, Turn
+from omni_grpc_client.credentials import InsecureTokenError, tls_credentials
 from omni_grpc_client.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -120,6 +121,7 @@ __all__ = [
     "Image",
     "ImageChunk",
     "ImageFormat",
+    "InsecureTokenError",
     "Interaction",
     "InternalError",
     "Interrupted",
@@ -184,4 +186,5 @@ __all__ = [
     "make_media",
     "make_params",
     "read_wav",
+    "tls_credentials",
 ]

@@ -7,7 +7,6 @@ from contextlib import aclosing, asynccontextmanager
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import Message
@@ -17,6 +16,7 @@ from omni_grpc.v1.prompt_pb2 import Media
 from omni_grpc.v1.service_pb2 import AddRequestRequest
 from omni_grpc_client import conversation, tasks
 from omni_grpc_client.answer import Answer, AnswerBuilder
+from omni_grpc_client.credentials import authorization
 from omni_grpc_client.errors import ProtocolError, decode_error
 from omni_grpc_client.events import Accepted, Event
 from omni_grpc_client.feed import Feeder, StreamedRequest
@@ -24,7 +24,7 @@ from omni_grpc_client.info import ServerInfo, StageLoad, decode_load, decode_ser
 from omni_grpc_client.interaction import Interaction, begin_session
 from omni_grpc_client.media import Modality, decode_enum
 from omni_grpc_client.order import read_events
-from omni_grpc_client.request import Params, PromptLike, build_request
+from omni_grpc_client.request import Params, PromptLike, mirrored, whole_request
 from omni_grpc_client.retry import NO_RETRY, RetryPolicy, attempted
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -32,6 +32,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # what is between from forgetting the connection. The server takes one every 10 s.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # What counts in grpcio 1.85; the one above is for others.
+    ("grpc.http2.ping_timeout_ms", 20_000),
 )
 # Message limits stay gRPC's own: no message of the contract is larger than 1 MiB.
 
@@ -51,20 +53,25 @@ class OmniClient:
     """A client of one server, `async with OmniClient("localhost:50051") as client`.
 
     One client serves any number of calls at once. Every method raises OmniCallError. `credentials`
-    is for TLS (`grpc.ssl_channel_credentials()`), composed with a token's where there is one; none:
-    plain text. `retry` says when a refused call is made again (None: never); a call's `timeout` is
-    for all of its attempts. `options` are gRPC's channel options, over CHANNEL_OPTIONS."""
+    is for TLS (see tls_credentials); none: plain text. `token` goes with every call; in plain text
+    to this machine only, unless `insecure_token` (InsecureTokenError). `retry` says when a refused
+    call is made again (None: never); a call's `timeout` is for all of its attempts. `options` are
+    gRPC's channel options, over CHANNEL_OPTIONS."""
 
     def __init__(
         self,
         target: str = "localhost:50051",
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        insecure_token: bool = False,
         retry: RetryPolicy | None = DEFAULT_RETRY,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.target = target
         self.retry = retry or NO_RETRY
+        protected = credentials is not None or insecure_token
+        self._authorization = authorization(token, target, protected=protected)
         self._credentials = credentials
         self._options = tuple({**dict(CHANNEL_OPTIONS), **(options or {})}.items())
         self._channel: grpc.aio.Channel | None = None
@@ -122,7 +129,7 @@ class OmniClient:
 
         Raises OmniCallError when the server refuses or fails the request, ProtocolError when it
         breaks the contract's order, ValueError for what the contract cannot express."""
-        request = _request(
+        request = whole_request(
             prompt, pipeline, request_id, stage_params, output_modalities, tuple(media)
         )
         accepted, events = await self._submit(request, timeout)
@@ -173,7 +180,7 @@ class OmniClient:
 
         Entered when the server has accepted it. Leaving the block aborts the request, unless it has
         finished. Parameters and errors as for `stream`; see StreamedRequest."""
-        request = _request(prompt, pipeline, request_id, stage_params, output_modalities, ())
+        request = whole_request(prompt, pipeline, request_id, stage_params, output_modalities, ())
         if request is prompt and not request.resumable:
             raise ValueError("a request whose input streams must be resumable")
         if not isinstance(prompt, AddRequestRequest):
@@ -189,7 +196,7 @@ class OmniClient:
         manager. `next_seq` is the number of its first chunk."""
         stub = self._ready
         return Feeder(
-            lambda: stub.StreamingUpdate(metadata=_mirrored(request_id)), request_id, next_seq
+            lambda: stub.StreamingUpdate(metadata=self._metadata(request_id)), request_id, next_seq
         )
 
     @asynccontextmanager
@@ -210,7 +217,7 @@ class OmniClient:
         `resumable`: input goes on through the session, and may begin with nothing. Entered when the
         request was admitted. Leaving the block aborts the request, unless it has finished. Other
         parameters and errors as for `stream`; see Interaction."""
-        request = _request(
+        request = whole_request(
             prompt, pipeline, request_id, stage_params, output_modalities, tuple(media)
         )
         if request is prompt and resumable:
@@ -265,6 +272,9 @@ class OmniClient:
 
     # ------------------------------------------------------------ attempts
 
+    def _metadata(self, request_id: str = "") -> tuple[tuple[str, str], ...]:
+        return (*mirrored(request_id), *self._authorization)
+
     async def _submit(
         self, request: AddRequestRequest, timeout: float | None
     ) -> tuple[Accepted, AsyncGenerator[Event, None]]:
@@ -272,7 +282,7 @@ class OmniClient:
         stub = self._ready
 
         async def attempt(left: float | None) -> tuple[Accepted, AsyncGenerator[Event, None]]:
-            metadata = _mirrored(request.request_id)
+            metadata = self._metadata(request.request_id)
             events = read_events(stub.AddRequest(request, timeout=left, metadata=metadata))
             first = await anext(events)
             if not isinstance(first, Accepted):
@@ -288,7 +298,7 @@ class OmniClient:
         stub = self._ready
 
         async def attempt(left: float | None) -> Interaction:
-            call = stub.SubmitInteraction(timeout=left, metadata=_mirrored(request_id))
+            call = stub.SubmitInteraction(timeout=left, metadata=self._metadata(request_id))
             return await begin_session(call, setup)
 
         return await attempted(self.retry, timeout, attempt)
@@ -300,7 +310,7 @@ class OmniClient:
 
         async def attempt(left: float | None) -> Any:
             try:
-                return await method(request, timeout=left, metadata=_mirrored(request_id))
+                return await method(request, timeout=left, metadata=self._metadata(request_id))
             except grpc.aio.AioRpcError as error:
                 raise decode_error(error) from None
 
@@ -311,37 +321,6 @@ class OmniClient:
         if self._stub is None:
             raise RuntimeError("enter the client first: async with OmniClient(...) as client")
         return self._stub
-
-
-def _request(
-    prompt: PromptLike | AddRequestRequest,
-    pipeline: str,
-    request_id: str,
-    stage_params: Mapping[str, Params] | None,
-    output_modalities: Iterable[Modality | str],
-    media: tuple[Media, ...],
-) -> AddRequestRequest:
-    modalities = tuple(output_modalities)
-    if not isinstance(prompt, AddRequestRequest):
-        return build_request(
-            prompt,
-            pipeline=pipeline,
-            request_id=request_id,
-            stage_params=stage_params,
-            output_modalities=modalities,
-            media=media,
-        )
-    if pipeline or request_id or stage_params or modalities or media:
-        raise ValueError("a whole AddRequestRequest is sent as it is: set its own fields")
-    return prompt
-
-
-def _mirrored(request_id: str) -> tuple[tuple[str, str], ...]:
-    """The id as metadata, so that a gateway can keep all calls about a request on one pod."""
-    if not request_id:
-        return ()
-    # Percent-encoded where it is not printable ASCII, as the server mirrors it.
-    return (("omni-request-id", quote(request_id, safe="!#$&'()*+,-./:;<=>?@[]^_`{|}~ \"\\")),)
 
 
 def _outcome(number: int) -> AbortOutcome:

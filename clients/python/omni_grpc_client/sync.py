@@ -106,10 +106,20 @@ class OmniSyncClient(Facade[OmniClient]):
         target: str = "localhost:50051",
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        insecure_token: bool = False,
         retry: RetryPolicy | None = DEFAULT_RETRY,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        client = OmniClient(target, credentials=credentials, retry=retry, options=options)
+        # First: what is wrong with the arguments is said before a thread runs.
+        client = OmniClient(
+            target,
+            credentials=credentials,
+            token=token,
+            insecure_token=insecure_token,
+            retry=retry,
+            options=options,
+        )
         super().__init__(Bridge(), client)
 
     @property

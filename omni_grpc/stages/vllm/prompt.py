@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.exceptions import VLLMClientError
 from vllm.renderers.hf import HfRenderer, _resolve_chat_template_kwargs, resolve_chat_template
 from vllm.renderers.params import ChatParams, TokenizeParams
 
@@ -19,6 +18,7 @@ from omni_grpc import types as t
 from omni_grpc.errors import InvalidField, PromptTooLong
 from omni_grpc.stages.vllm.media import Item, MediaReader
 from omni_grpc.stages.vllm.params import refusal, unsupported
+from omni_grpc.stages.vllm.versions import VLLMClientError, process_for_engine
 
 _TEMPLATE_ONLY = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _OPTIONS: dict[str, tuple[str, ...]] = {
@@ -163,7 +163,7 @@ class PromptRenderer:
             prompt["multi_modal_uuids"] = _by_modality((i.modality, i.key) for i in items)
         params = self._tokenize_params(options, chat=chat)
         (tokens,) = await self._renderer.tokenize_prompts_async([prompt], params)
-        return await self._renderer.process_for_engine_async(tokens, time.time(), tok_params=params)
+        return await process_for_engine(self._renderer, tokens, params)
 
     async def _render_embeds(
         self, embeds: t.Tensor, options: t.Tokenization, items: list[Item]

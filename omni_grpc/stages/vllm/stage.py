@@ -16,7 +16,6 @@ import msgspec
 from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
-from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -38,6 +37,7 @@ from omni_grpc.stages.vllm.params import (
 from omni_grpc.stages.vllm.prompt import PromptRenderer, prompt_length
 from omni_grpc.stages.vllm.pulse import Pulse
 from omni_grpc.stages.vllm.session import MARK, Session, joined
+from omni_grpc.stages.vllm.versions import VLLMClientError
 from omni_grpc.stages.vllm.worker import SessionWorker
 
 log = logging.getLogger("omni_grpc.replica")
@@ -292,6 +292,8 @@ class VllmStage(Stage[Submitted | Session]):
                 if arguments["media_cache"]:
                     await engine.reset_mm_cache()
             case "sleep":
+                if not engine.vllm_config.model_config.enable_sleep_mode:
+                    raise NotSupported("the stage was not started with enable_sleep_mode")
                 await engine.sleep(level=arguments["level"])
             case "wake":
                 await engine.wake_up()
@@ -313,7 +315,10 @@ class VllmStage(Stage[Submitted | Session]):
         adapter = LoRARequest(name, number, path)
         try:
             await self._engine.add_lora(adapter)
-        except (VLLMClientError, ValueError, RuntimeError) as error:
+        except EngineDeadError as error:
+            raise ReplicaDead("the engine is dead") from error
+        except Exception as error:
+            # What the engine core raised comes back as a bare Exception with its text.
             raise InvalidField("path", f"is no adapter that fits: {error}") from None
         self._adapters[name] = adapter
 

@@ -1,31 +1,18 @@
-"""Configuration: pipelines as YAML and the server's settings, checked before anything starts.
-
-All models are frozen and refuse unknown keys; an error names the file, the path in it and the
-reason."""
+"""Pipelines and their stages."""
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from omni_grpc.errors import ConfigError
+from omni_grpc.config.base import Frozen, Name, Seconds
 from omni_grpc.types import Modality
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
-Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Engine = Literal[
     "vllm", "diffusion", "live", "diffusers", "codec", "whisper", "ocr", "fake", "python"
 ]
-
-
-class Frozen(BaseModel):
-    """Base of all configuration: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RestartPolicy(Frozen):
@@ -79,7 +66,11 @@ class StageConfig(Frozen):
     balance: Literal["least-work", "round-robin", "random"] = "least-work"
     """Which replica takes a new task."""
     max_tasks: Annotated[int, Field(ge=1)] | None = None
-    """Tasks that one replica may hold; None: no limit of its own."""
+    """Tasks that one replica may hold; None: any number, the engine queues what it cannot run yet
+    (vLLM and the codec batch and queue by themselves)."""
+    max_waiting: Annotated[int, Field(ge=0, le=1_000_000)] = 64
+    """New requests that may wait for a place where all replicas hold `max_tasks`; more are refused.
+    Tenants take turns. Requests that run already go first, and are never refused."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of each of its devices' memory that one replica takes (vLLM's gpu_memory_utilization).
     Shares of replicas on one device are summed when the server starts, and must fit."""
@@ -172,110 +163,3 @@ class PipelineConfig(Frozen):
         for place, stage in enumerate(self.stages):
             if stage.output is None and stage.name not in fed:
                 raise ValueError(f"stages[{place}] ({stage.name}): nobody takes its output")
-
-
-class MediaPolicy(Frozen):
-    """What media a request may bring, and from where. Sizes in bytes, times in seconds."""
-
-    max_items: Annotated[int, Field(ge=0, le=1000)] = 16
-    max_bytes: Annotated[int, Field(ge=1)] = 64 << 20
-    """Largest file, and most that a URI is read for."""
-    max_pixels: Annotated[int, Field(ge=1)] = 40_000_000
-    """Of one picture or one frame."""
-    max_frames: Annotated[int, Field(ge=1)] = 1024
-    max_audio_s: Seconds = 600.0
-    max_decoded_bytes: Annotated[int, Field(ge=1)] = 512 << 20
-    """Most memory of one item once it is decoded."""
-    http: bool = False
-    """Whether http(s) URIs are read."""
-    hosts: tuple[str, ...] = ()
-    """If not empty: the only hosts that http(s) URIs may name."""
-    private_networks: bool = False
-    """Whether addresses that are not public may be reached (for tests and closed networks)."""
-    root: str | None = None
-    """Folder below which file: URIs are read; None: none are."""
-    fetch_timeout: Seconds = 10.0
-    max_redirects: Annotated[int, Field(ge=0, le=20)] = 3
-
-
-class ServerConfig(Frozen):
-    """Settings of the server. Sizes in bytes, times in seconds."""
-
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 50051
-    admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of AdminService and channelz, on the loopback address; None: neither is served."""
-    max_receive_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 64 << 20
-    max_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Requests that run or wait at once."""
-    max_tenant_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Of these, requests of one tenant."""
-    max_media_bytes: Annotated[int, Field(ge=1)] = 1 << 30
-    """Bytes of media that running requests may have brought."""
-    max_tenant_media_bytes: Annotated[int, Field(ge=1)] = 1 << 30
-    """Of these, bytes of one tenant."""
-    queue_bytes: Annotated[int, Field(ge=1 << 16)] = 4 << 20
-    """Output that waits for one client before its stages pause."""
-    write_timeout: Seconds = 30.0
-    """Longest time that a client may leave an output unread."""
-    drain_delay: Annotated[float, Field(ge=0, le=3600)] = 0.0
-    """How long new requests are still taken after SIGTERM, when health already says NOT_SERVING: as
-    long as a balancer needs to notice."""
-    drain_timeout: Seconds = 30.0
-    """Longest time that running requests may go on after that."""
-    stop_timeout: Seconds = 10.0
-    """Longest time that a replica may take to stop before it is killed."""
-    heartbeat_timeout: Annotated[float, Field(ge=2, le=3600)] = 30.0
-    """A replica that shows no sign of life for so long is lost."""
-    abort_timeout: Seconds = 120.0
-    """Longest time that a replica may take to free a task that was aborted (a stage may have to
-    finish a step first). One that takes longer is stuck, and is lost."""
-    media: MediaPolicy = MediaPolicy()
-    ipc: Annotated[str, Field(pattern=r"^(ipc|tcp://[A-Za-z0-9.-]+)$")] = "ipc"
-    """How replicas are reached: "ipc", or "tcp://ADDRESS" to listen on for them."""
-
-
-def builtin_pipelines() -> dict[str, Path]:
-    """The pipelines that the package brings, by name."""
-    folder = Path(str(resources.files("omni_grpc") / "pipelines"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
-def load_pipeline(reference: str) -> PipelineConfig:
-    """The pipeline named `reference`, or the one in the file at that path. Raises ConfigError."""
-    builtin = builtin_pipelines()
-    if reference in builtin:
-        return read_pipeline(builtin[reference])
-    path = Path(reference)
-    if not path.is_file():
-        raise ConfigError(
-            f"{reference}: neither a file nor a built-in pipeline (those are {', '.join(builtin)})"
-        )
-    return read_pipeline(path)
-
-
-def read_pipeline(path: Path) -> PipelineConfig:
-    """The pipeline in a YAML file. Raises ConfigError that names file, path and reason."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a pipeline is a mapping with 'name' and 'stages'")
-    try:
-        return PipelineConfig.model_validate(content)
-    except ValidationError as error:
-        reasons = "\n".join(f"  {_where(e['loc'])}: {_reason(e)}" for e in error.errors())
-        raise ConfigError(f"{path}:\n{reasons}") from None
-
-
-def _where(location: tuple[int | str, ...]) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return text.lstrip(".") or "(whole file)"
-
-
-def _reason(error: Any) -> str:
-    message: str = error["msg"]
-    return message.removeprefix("Value error, ")
