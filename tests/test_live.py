@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pty
 import signal
@@ -140,6 +141,19 @@ async def test_what_is_typed_is_in_the_film(target: str, tmp_path: Path) -> None
     assert said[0].startswith("prompt 1 rejected: ") and 'must be "a"' in said[0]
     assert "prompt 2 completed with chunk" in said[2]
     assert said[-1] == f"wrote {out} · 48 frames"
+
+
+async def test_a_film_in_json(target: str, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "film.mp4"))
+    arguments = ("live", RED, *out, "--frames", "24", "--json", "-q", "--target", target)
+    result = await omni(*arguments, stdin=f"draw me a ball\n{BLUE}\n")
+    assert (result.code, result.err) == (0, "")
+    records = [json.loads(line) for line in result.out.splitlines()]
+    assert (records[0]["event"], records[-1]["event"]) == ("Accepted", "Finished")
+    changes = [one for one in records if one["event"] == "EventChanged"]
+    assert [one["error"]["code"] for one in changes if one["error"]] == ["INVALID_ARGUMENT"]
+    assert sum(one["frame_count"] for one in records if one["event"] == "VideoChunk") == 24
+    assert (await omni("live", "--json", "--target", target)).code == 2
 
 
 async def test_ctrl_c_ends_a_film_without_an_end(

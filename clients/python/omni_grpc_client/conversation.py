@@ -51,12 +51,15 @@ class Turn:
 class Conversation:
     """A conversation that stands; made by `OmniClient.converse`. One turn at a time."""
 
-    def __init__(self, session: Interaction, accepted: Accepted) -> None:
+    def __init__(self, session: Interaction, accepted: Accepted, opening: PromptLike = "") -> None:
         self.session = session
         """The session under it."""
         self.accepted = accepted
         self.request_id = session.request_id
         self._answering = frozenset(o.stage for o in accepted.outputs) or frozenset(accepted.stages)
+        self._opening = opening
+        self._opened_at: int | None = None
+        """Number of the chunk that brought the opening."""
         self._turns = 0
         self._format = SPEECH_FORMAT
         self._interrupts = 0
@@ -113,6 +116,8 @@ class Conversation:
                     earlier -= 1
                 case UpdateRejected():
                     self._turns = segment
+                    if self._opened_at is not None and item.seq <= self._opened_at:
+                        self._opened_at = None
                     raise item.error
                 case SegmentEnd(segment=number, stage=stage) if number == segment:
                     yield item
@@ -139,6 +144,11 @@ class Conversation:
         if isinstance(said, Audio):
             form = said.format
         self._format = form or self._format
+        if self._opening and self._opened_at is None:
+            # With the first turn and not when the session begins: a turn's parameters go with its
+            # first chunk.
+            self._opened_at = await self.session.send(self._opening, stage_params=stage_params)
+            stage_params = None
         pieces: AsyncGenerator[Content, None]
         match said:
             case str() | Prompt() | list() | tuple():
@@ -180,7 +190,6 @@ async def converse(
     `stage_params` hold for all turns that bring none. `timeout` in seconds for the whole of it.
     Leaving the block ends the conversation. Errors as for `interact`."""
     opened = self.interact(
-        prompt,
         pipeline=pipeline,
         request_id=request_id,
         stage_params=stage_params,
@@ -192,4 +201,4 @@ async def converse(
         accepted = await anext(session)
         if not isinstance(accepted, Accepted):
             raise ProtocolError("the session's first item is not accepted")
-        yield Conversation(session, accepted)
+        yield Conversation(session, accepted, prompt)

@@ -49,6 +49,9 @@ class RetryPolicy:
         return wait * (1 + random.uniform(0, self.jitter))
 
 
+LONGEST_S = 1e8
+"""Three years: a longer timeout is none."""
+
 NO_RETRY = RetryPolicy(max_attempts=1)
 
 
@@ -61,6 +64,9 @@ async def attempted(
 
     `attempt` takes the seconds that are left of `timeout`, and returns with the call's first
     answer. Raises the last attempt's OmniCallError. Cancelling ends the attempt or the wait."""
+    if timeout is not None and not timeout < LONGEST_S:
+        # gRPC would take it for a moment in the past.
+        timeout = None
     clock = asyncio.get_running_loop().time
     begun, broken = clock(), False
     for number in range(1, policy.max_attempts + 1):
