@@ -200,7 +200,7 @@ async def test_a_film_on_a_terminal_is_drawn_and_takes_prompts(target: str) -> N
         (("--out", "OUT", "--pipeline", "echo"), 2, "no film that can be steered"),
         (("a ball", "--out", "OUT"), 2, "prompt.text"),
         (("--out", "OUT", "--set", "painter.fps=900"), 2, "stage_params[0].diffusion.fps"),
-        (("--out", "OUT", "--target", "127.0.0.1:1", "--timeout", "5"), 4, "is it running?"),
+        (("--out", "OUT", "--target", "127.0.0.1:1", "--timeout", "5"), 4, "start one with"),
     ],
 )
 async def test_what_goes_wrong_is_said(
