@@ -11,7 +11,7 @@ from typing import Any, Self
 import grpc
 from google.protobuf.message import Message
 
-from omni_grpc.v1 import service_pb2, service_pb2_grpc
+from omni_grpc.v1 import service_pb2
 from omni_grpc.v1.prompt_pb2 import Media
 from omni_grpc.v1.service_pb2 import AddRequestRequest
 from omni_grpc_client import conversation, tasks
@@ -22,6 +22,7 @@ from omni_grpc_client.events import Accepted, Event
 from omni_grpc_client.feed import Feeder, StreamedRequest
 from omni_grpc_client.info import ServerInfo, StageLoad, decode_load, decode_server_info
 from omni_grpc_client.interaction import Interaction, begin_session
+from omni_grpc_client.lines import Lines, Pods
 from omni_grpc_client.media import Modality, decode_enum
 from omni_grpc_client.order import read_events
 from omni_grpc_client.request import Params, PromptLike, mirrored, whole_request
@@ -55,8 +56,10 @@ class OmniClient:
     One client serves any number of calls at once. Every method raises OmniCallError. `credentials`
     is for TLS (see tls_credentials); none: plain text. `token` goes with every call; in plain text
     to this machine only, unless `insecure_token` (InsecureTokenError). `retry` says when a refused
-    call is made again (None: never); a call's `timeout` is for all of its attempts. `options` are
-    gRPC's channel options, over CHANNEL_OPTIONS."""
+    call is made again (None: never); a call's `timeout` is for all of its attempts. `pods` tells
+    where a pod is reached, by its name: `feed`, `attach` and `abort` of a request that this client
+    has opened then go to the pod that runs it (None: to `target`, where a balancer must know).
+    `options` are gRPC's channel options, over CHANNEL_OPTIONS."""
 
     def __init__(
         self,
@@ -66,26 +69,23 @@ class OmniClient:
         token: str | None = None,
         insecure_token: bool = False,
         retry: RetryPolicy | None = DEFAULT_RETRY,
+        pods: Pods | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.target = target
         self.retry = retry or NO_RETRY
         protected = credentials is not None or insecure_token
         self._authorization = authorization(token, target, protected=protected)
-        self._credentials = credentials
-        self._options = tuple({**dict(CHANNEL_OPTIONS), **(options or {})}.items())
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
+        self._lines = Lines(
+            target,
+            credentials,
+            tuple({**dict(CHANNEL_OPTIONS), **(options or {})}.items()),
+            pods,
+            lambda other: authorization(token, other, protected=protected),
+        )
 
     async def __aenter__(self) -> Self:
-        # Here and not in the constructor: a channel belongs to the running event loop.
-        if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(self.target, options=self._options)
-        else:
-            self._channel = grpc.aio.secure_channel(
-                self.target, self._credentials, options=self._options
-            )
-        self._stub = service_pb2_grpc.OmniServiceStub(self._channel)
+        self._lines.open()
         return self
 
     async def __aexit__(
@@ -98,8 +98,7 @@ class OmniClient:
 
     async def close(self) -> None:
         """Closes the channel: calls that still run are cancelled, on the server too. Idempotent."""
-        if self._channel is not None:
-            await self._channel.close()
+        await self._lines.close()
 
     speak = tasks.speak
     draw = tasks.draw
@@ -132,11 +131,12 @@ class OmniClient:
         request = whole_request(
             prompt, pipeline, request_id, stage_params, output_modalities, tuple(media)
         )
-        accepted, events = await self._submit(request, timeout)
-        async with aclosing(events):
-            yield accepted
-            async for event in events:
-                yield event
+        accepted, events, pod = await self._submit(request, timeout)
+        with self._lines.running(accepted.request_id, pod):
+            async with aclosing(events):
+                yield accepted
+                async for event in events:
+                    yield event
 
     async def generate(
         self,
@@ -187,14 +187,15 @@ class OmniClient:
             request.resumable = True
             if not prompt:
                 request.ClearField("prompt")
-        accepted, events = await self._submit(request, timeout)
-        async with aclosing(events), self.feed(accepted.request_id) as feeder:
-            yield StreamedRequest(events, accepted, feeder)
+        accepted, events, pod = await self._submit(request, timeout)
+        with self._lines.running(accepted.request_id, pod):
+            async with aclosing(events), self.feed(accepted.request_id) as feeder:
+                yield StreamedRequest(events, accepted, feeder)
 
     def feed(self, request_id: str, *, next_seq: int = 0) -> Feeder:
         """A feeder of a resumable request that runs, whoever opened it; to be used as a context
         manager. `next_seq` is the number of its first chunk."""
-        stub = self._ready
+        stub = self._lines.stub(request_id)
         return Feeder(
             lambda: stub.StreamingUpdate(metadata=self._metadata(request_id)), request_id, next_seq
         )
@@ -227,9 +228,10 @@ class OmniClient:
             if resumable and not prompt and not request.prompt.media:
                 request.ClearField("prompt")
         setup = service_pb2.InteractionSetup(open=request)
-        session = await self._set_up(setup, request.request_id, timeout)
+        session, pod = await self._set_up(setup, request.request_id, timeout)
         try:
-            yield session
+            with self._lines.running(session.request_id, pod):
+                yield session
         finally:
             await session.close()
 
@@ -241,7 +243,7 @@ class OmniClient:
         here too, from now on. Leaving the block leaves the request as it is."""
         attach = service_pb2.Attach(request_id=request_id, receive_outputs=receive_outputs)
         setup = service_pb2.InteractionSetup(attach=attach)
-        session = await self._set_up(setup, request_id, timeout)
+        session, _ = await self._set_up(setup, request_id, timeout)
         try:
             yield session
         finally:
@@ -255,20 +257,18 @@ class OmniClient:
         request = service_pb2.AbortRequest(request_ids=ids)
         # Several ids may be on several pods: behind a balancer that chooses by id, abort each.
         mirrored = ids[0] if len(ids) == 1 else ""
-        response: service_pb2.AbortResponse = await self._unary(
-            self._ready.Abort, request, timeout, mirrored
-        )
+        response: service_pb2.AbortResponse = await self._unary("Abort", request, timeout, mirrored)
         return {result.request_id: _outcome(result.outcome) for result in response.results}
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """What is served: pipelines, stages, modalities, formats, limits, capabilities."""
         request = service_pb2.GetServerInfoRequest()
-        return decode_server_info(await self._unary(self._ready.GetServerInfo, request, timeout))
+        return decode_server_info(await self._unary("GetServerInfo", request, timeout))
 
     async def load(self, *, timeout: float | None = None) -> tuple[StageLoad, ...]:
         """The present load of every stage and replica."""
         request = service_pb2.GetLoadRequest()
-        return decode_load(await self._unary(self._ready.GetLoad, request, timeout))
+        return decode_load(await self._unary("GetLoad", request, timeout))
 
     # ------------------------------------------------------------ attempts
 
@@ -277,36 +277,40 @@ class OmniClient:
 
     async def _submit(
         self, request: AddRequestRequest, timeout: float | None
-    ) -> tuple[Accepted, AsyncGenerator[Event, None]]:
-        """A request that was accepted: its first event, and all others."""
-        stub = self._ready
+    ) -> tuple[Accepted, AsyncGenerator[Event, None], str]:
+        """A request that was accepted: its first event, all others, and the pod that runs it."""
+        stub = self._lines.stub()
 
-        async def attempt(left: float | None) -> tuple[Accepted, AsyncGenerator[Event, None]]:
+        async def attempt(
+            left: float | None,
+        ) -> tuple[Accepted, AsyncGenerator[Event, None], str]:
             metadata = self._metadata(request.request_id)
-            events = read_events(stub.AddRequest(request, timeout=left, metadata=metadata))
+            call = stub.AddRequest(request, timeout=left, metadata=metadata)
+            events = read_events(call)
             first = await anext(events)
             if not isinstance(first, Accepted):
                 raise ProtocolError("the first event is not accepted")
-            return first, events
+            return first, events, await self._lines.pod_of(call)
 
         return await attempted(self.retry, timeout, attempt)
 
     async def _set_up(
         self, setup: service_pb2.InteractionSetup, request_id: str, timeout: float | None
-    ) -> Interaction:
-        """A session that stands."""
-        stub = self._ready
+    ) -> tuple[Interaction, str]:
+        """A session that stands, and the pod that runs its request."""
+        stub = self._lines.stub(request_id)
 
-        async def attempt(left: float | None) -> Interaction:
+        async def attempt(left: float | None) -> tuple[Interaction, str]:
             call = stub.SubmitInteraction(timeout=left, metadata=self._metadata(request_id))
-            return await begin_session(call, setup)
+            return await begin_session(call, setup), await self._lines.pod_of(call)
 
         return await attempted(self.retry, timeout, attempt)
 
     async def _unary(
-        self, method: Any, request: Message, timeout: float | None, request_id: str = ""
+        self, rpc: str, request: Message, timeout: float | None, request_id: str = ""
     ) -> Any:
         """A call that may be made twice."""
+        method = getattr(self._lines.stub(request_id), rpc)
 
         async def attempt(left: float | None) -> Any:
             try:
@@ -315,12 +319,6 @@ class OmniClient:
                 raise decode_error(error) from None
 
         return await attempted(self.retry, timeout, attempt)
-
-    @property
-    def _ready(self) -> Any:
-        if self._stub is None:
-            raise RuntimeError("enter the client first: async with OmniClient(...) as client")
-        return self._stub
 
 
 def _outcome(number: int) -> AbortOutcome:

@@ -15,6 +15,7 @@ from omni_grpc_client.conversation import Conversation
 from omni_grpc_client.events import Accepted, Event
 from omni_grpc_client.feed import Feeder, StreamedRequest
 from omni_grpc_client.interaction import Interaction, SessionItem
+from omni_grpc_client.lines import Pods
 from omni_grpc_client.retry import RetryPolicy
 
 
@@ -109,6 +110,7 @@ class OmniSyncClient(Facade[OmniClient]):
         token: str | None = None,
         insecure_token: bool = False,
         retry: RetryPolicy | None = DEFAULT_RETRY,
+        pods: Pods | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         # First: what is wrong with the arguments is said before a thread runs.
@@ -118,6 +120,7 @@ class OmniSyncClient(Facade[OmniClient]):
             token=token,
             insecure_token=insecure_token,
             retry=retry,
+            pods=pods,
             options=options,
         )
         super().__init__(Bridge(), client)
