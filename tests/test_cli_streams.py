@@ -208,6 +208,16 @@ async def test_load_is_a_table(echo_server: Server, target: str) -> None:
         await busy.wait()
 
 
+async def test_load_goes_on_as_it_changes() -> None:
+    async with at(Refusing()) as client:
+        result = await omni("load", "--watch", "--json", "--target", client.target)
+        assert result.code == 0, result.err
+        moments = [json.loads(line) for line in result.out.splitlines()]
+        assert [moment["replicas"][0]["running"] for moment in moments] == [0, 1, 2]
+        result = await omni("load", "--watch", "--target", client.target)
+        assert (result.code, result.out.count("capacity")) == (0, 3)
+
+
 @pytest.mark.parametrize("kind", ["bash", "zsh", "fish"])
 async def test_shells_complete(kind: str) -> None:
     result = await omni("--show-completion", kind)

@@ -11,6 +11,7 @@ import sysconfig
 import venv
 import wave
 import zipfile
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from importlib.metadata import distribution
@@ -459,16 +460,11 @@ async def test_the_wheel_runs_without_the_server(echo_server: Server, tmp_path: 
         "print(client.generate('hello').text, omni_grpc.__file__); client.close(); "
         "print({'pydantic', 'rich', 'typer', 'numpy'} & set(sys.modules))"
     )
-    ran = await asyncio.to_thread(
-        subprocess.run,
-        [python, "-I", "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=20,
+    process = await asyncio.create_subprocess_exec(
+        python, "-I", "-c", code, cwd=tmp_path, stdout=PIPE, stderr=PIPE
     )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout == "hello None\nset()\n"
+    out, err = await asyncio.wait_for(process.communicate(), 20)
+    assert (process.returncode, out, err) == (0, b"hello None\nset()\n", b"")
     await freed(echo_server)
 
 

@@ -25,6 +25,7 @@ from omni_grpc_client import (
     RetryPolicy,
     TextDelta,
     UnavailableError,
+    UnimplementedError,
 )
 from tests.conftest import Serve
 from tests.support import echo, eventually, freed, in_flight
@@ -91,6 +92,17 @@ class Refusing(service_pb2_grpc.OmniServiceServicer):
             await context.abort(refusal[0], "no", refusal[1])
         return service_pb2.GetLoadResponse()
 
+    async def WatchLoad(
+        self, request: service_pb2.WatchLoadRequest, context: Any
+    ) -> AsyncIterator[service_pb2.WatchLoadResponse]:
+        self._note(context)
+        if (refusal := next(self._refusals, None)) is not None:
+            await context.abort(refusal[0], "no", refusal[1])
+        for running in range(3):
+            replica = {"replica": 0, "ready": True, "running": running}
+            stage: dict[str, Any] = {"stage": "text", "pipelines": ["echo"], "replicas": [replica]}
+            yield service_pb2.WatchLoadResponse(stages=[stage])
+
     def _note(self, context: Any) -> None:
         self.calls.append(time.monotonic())
         self.left.append(context.time_remaining())
@@ -132,6 +144,18 @@ async def test_what_a_retry_can_help_is_tried_again(refusal: Any) -> None:
                     async with client.open("x") as request:
                         assert request.request_id == "r"
         assert len(servicer.calls) == 3, rpc
+
+
+async def test_the_load_is_watched() -> None:
+    servicer = Refusing(BROKEN)
+    async with at(servicer) as client:
+        moments = [stages async for stages in client.watch_load()]
+        assert [stage.replicas[0].running for [stage] in moments] == [0, 1, 2]
+        async for _ in client.watch_load():
+            break
+    async with at(Refusing(refused(S.UNIMPLEMENTED, "NOT_IMPLEMENTED"))) as client:
+        with pytest.raises(UnimplementedError):
+            await anext(client.watch_load())
 
 
 async def test_attempts_have_an_end() -> None:

@@ -296,6 +296,27 @@ async def test_turns_of_a_conversation(client: OmniClient) -> None:
         assert (await talk.ask(pieces)).text == "in pieces"
 
 
+@pytest.mark.parametrize(
+    ("opening", "said"),
+    [
+        ("well, ", "hello"),
+        ([("system", "well, ")], "hello"),
+        ([("system", "well, ")], [("user", "hello")]),
+    ],
+)
+async def test_what_a_conversation_begins_with_goes_with_its_first_turn(
+    client: OmniClient, opening: Any, said: Any
+) -> None:
+    async with client.converse(opening, output_modalities=["text"]) as talk:
+        with pytest.raises(InvalidArgumentError):
+            await talk.ask(said, stage_params={"text": {"bogus": 1}})
+        # The opening was refused with it, and comes with the next one.
+        first = await talk.ask(said, stage_params={"text": {"interval_ms": 1}})
+        assert first.text.split()[-1] == "hello"
+        assert ("well," in first.text) == isinstance(opening, str)
+        assert (await talk.ask("and more")).text == "and more"
+
+
 async def test_a_turns_events_come_as_they_are(client: OmniClient) -> None:
     async with client.converse(output_modalities=["text"]) as talk:
         events = [event async for event in talk.stream("hello world")]

@@ -270,6 +270,27 @@ class OmniClient:
         request = service_pb2.GetLoadRequest()
         return decode_load(await self._unary("GetLoad", request, timeout))
 
+    async def watch_load(
+        self, *, timeout: float | None = None
+    ) -> AsyncGenerator[tuple[StageLoad, ...], None]:
+        """The load at once, on change, and at least every second; a slow reader gets the newest.
+        Ends when the iteration is left, after `timeout` seconds (DeadlineExceededError), or with
+        the server."""
+        stub = self._lines.stub()
+
+        async def attempt(left: float | None) -> tuple[Any, Any]:
+            request = service_pb2.WatchLoadRequest()
+            call = stub.WatchLoad(request, timeout=left, metadata=self._metadata())
+            return call, await _heard(call)
+
+        call, message = await attempted(self.retry, timeout, attempt)
+        try:
+            while message is not grpc.aio.EOF:
+                yield decode_load(message)
+                message = await _heard(call)
+        finally:
+            call.cancel()
+
     # ------------------------------------------------------------ attempts
 
     def _metadata(self, request_id: str = "") -> tuple[tuple[str, str], ...]:
@@ -319,6 +340,17 @@ class OmniClient:
                 raise decode_error(error) from None
 
         return await attempted(self.retry, timeout, attempt)
+
+
+async def _heard(call: Any) -> Any:
+    """The call's next message, or EOF."""
+    try:
+        return await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise decode_error(error) from None
+    except BaseException:
+        call.cancel()
+        raise
 
 
 def _outcome(number: int) -> AbortOutcome:

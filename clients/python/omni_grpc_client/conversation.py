@@ -104,7 +104,7 @@ class Conversation:
         self._interrupted = False
         await self._say(said, format, stage_params)
         self._turns += 1
-        missing = set(self._answering)
+        missing, refused, last = set(self._answering), None, self.session.next_seq - 1
         async for item in self.session:
             match item:
                 case Interrupted():
@@ -115,10 +115,11 @@ class Conversation:
                         return
                     earlier -= 1
                 case UpdateRejected():
-                    self._turns = segment
-                    if self._opened_at is not None and item.seq <= self._opened_at:
-                        self._opened_at = None
-                    raise item.error
+                    # Those behind it are refused too, one by one: their numbers are used again.
+                    refused = refused or item
+                    if item.seq == last:
+                        self._forget(segment, refused.seq)
+                        raise refused.error
                 case SegmentEnd(segment=number, stage=stage) if number == segment:
                     yield item
                     missing.discard(stage)
@@ -138,17 +139,27 @@ class Conversation:
         self._interrupts += 1
         await self.session.interrupt(played_ms)
 
+    def _forget(self, turn: int, seq: int) -> None:
+        """The turn was refused, from that chunk on."""
+        self._turns = turn
+        if self._opened_at is not None and seq <= self._opened_at:
+            self._opened_at = None
+
     async def _say(
         self, said: Said, form: AudioFormat | None, stage_params: Mapping[str, Params] | None
     ) -> None:
         if isinstance(said, Audio):
             form = said.format
         self._format = form or self._format
+        # With the first turn and not when the session begins: a turn's parameters go with its
+        # first chunk.
         if self._opening and self._opened_at is None:
-            # With the first turn and not when the session begins: a turn's parameters go with its
-            # first chunk.
-            self._opened_at = await self.session.send(self._opening, stage_params=stage_params)
-            stage_params = None
+            self._opened_at = self.session.next_seq
+            if (whole := _joined(self._opening, said)) is not None:
+                said = whole
+            else:
+                await self.session.send(self._opening, stage_params=stage_params)
+                stage_params = None
         pieces: AsyncGenerator[Content, None]
         match said:
             case str() | Prompt() | list() | tuple():
@@ -166,6 +177,19 @@ class Conversation:
                 await self.session.send(piece, stage_params=stage_params, format=form)
                 stage_params = None
         await self.session.send(end_of_segment=True, stage_params=stage_params)
+
+
+def _joined(opening: PromptLike, said: Said) -> PromptLike | None:
+    """Both in one; None where they stay two chunks. A turn is of one form: behind messages, text is
+    a message too."""
+    if isinstance(opening, str | Prompt) or isinstance(said, bytes | Audio | Prompt):
+        return None
+    match said:
+        case str():
+            return [*opening, ("user", said)]
+        case list() | tuple():
+            return [*opening, *said]
+    return None
 
 
 def _cut(sound: bytes, form: AudioFormat) -> list[bytes]:
@@ -186,7 +210,8 @@ async def converse(
 ) -> AsyncIterator[Conversation]:
     """A conversation, `async with client.converse() as talk: turn = await talk.ask("Hello.")`.
 
-    `prompt` is what it begins with, a system message for instance; it is part of the first turn.
+    `prompt` is what it begins with, a system message for instance; it is part of the first turn,
+    and text of that turn is then a message too.
     `stage_params` hold for all turns that bring none. `timeout` in seconds for the whole of it.
     Leaving the block ends the conversation. Errors as for `interact`."""
     opened = self.interact(

@@ -161,8 +161,10 @@ def _stage(message: info_pb2.StageInfo) -> StageInfo:
     )
 
 
-def decode_load(message: service_pb2.GetLoadResponse) -> tuple[StageLoad, ...]:
-    """The present load."""
+def decode_load(
+    message: service_pb2.GetLoadResponse | service_pb2.WatchLoadResponse,
+) -> tuple[StageLoad, ...]:
+    """The load at one moment."""
     return tuple(
         StageLoad(tuple(s.pipelines), s.stage, tuple(_replica(r) for r in s.replicas))
         for s in message.stages

@@ -27,6 +27,11 @@ class SyncFeeder(Facade[Feeder]):
     finish = waiting(Feeder.finish)
 
     @property
+    def request_id(self) -> str:
+        """Id of the request that is fed."""
+        return self._inner.request_id
+
+    @property
     def next_seq(self) -> int:
         """Number of the next chunk."""
         return self._inner.next_seq
@@ -161,3 +166,4 @@ class OmniSyncClient(Facade[OmniClient]):
     abort = waiting(OmniClient.abort)
     server_info = waiting(OmniClient.server_info)
     load = waiting(OmniClient.load)
+    watch_load = iterating(OmniClient.watch_load)
