@@ -44,7 +44,7 @@ $(RUNTIME_STAMP): requirements/base.txt requirements/embedded.txt requirements/$
 	@scripts/environment runtime $(DEVICE)
 	@touch $@
 
-$(DEV_STAMP): requirements/dev.txt $(RUNTIME_STAMP)
+$(DEV_STAMP): requirements/dev.txt requirements/apart.txt $(RUNTIME_STAMP)
 	@scripts/environment dev
 	@touch $@
 

@@ -38,20 +38,23 @@ class CompanionRun:
         self.done = False
         self.stash: list[Payload] = []
         self._run = run
+        self._trace = run.trace.task(run.plan.pipeline.entry.name, role=role)
 
     def began(self, handle: TaskHandle) -> None:
         """There is a task: a replica has it, or it waits for a place."""
         self.handle, self.holds = handle, True
 
-    def on_placed(self) -> None:
-        """Nothing is counted from here."""
+    def on_placed(self, task: Task, replica: int, device: str) -> Task:
+        return self._trace.sent(task, replica, device)
 
     def on_admitted(self, prepare_ms: float) -> None:
         self.admitted = True
+        self._trace.admitted(prepare_ms)
         self._contained(self._run.group_changed)
 
     def on_refused(self, error: OmniError) -> None:
         self.holds = False
+        self._trace.ended(error)
         self._contained(self._run.companion_failed, error)
         self._run.stage_released()
 
@@ -72,6 +75,7 @@ class CompanionRun:
 
     def on_ended(self, error: OmniError | None) -> None:
         self.holds = False
+        self._trace.ended(error)
         if error is not None:
             self._contained(self._run.companion_failed, error)
         else:
@@ -81,6 +85,7 @@ class CompanionRun:
 
     def on_lost(self) -> None:
         self.holds = False
+        self._trace.ended(lost=True)
         self._contained(self._run.companion_lost, self)
         self._run.stage_released()
 

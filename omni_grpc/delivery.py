@@ -13,11 +13,11 @@ from omni_grpc.types import AudioChunk, Event, EventChange, EventNotice, Notice,
 
 
 class Delivery:
-    """One request's outbox and its copies. One reader takes from it with `next`.
+    """One request's outbox and its copies. One reader takes from `outbox` with `next`.
 
     `on_room` is called when a reader that had fallen behind has caught up."""
 
-    def __init__(self, queue_bytes: int, on_room: Callable[[], None]) -> None:
+    def __init__(self, outbox: Outbox, on_room: Callable[[], None]) -> None:
         self.epoch = 0
         self.emitted = False
         """Whether an output was taken: what ends the request now cannot be undone."""
@@ -29,7 +29,7 @@ class Delivery:
         self.timeline = Timeline()
         self.taken_at: float | None = None
         """When the reader last took an event, by the loop's clock; None: nothing yet."""
-        self._outbox = Outbox(queue_bytes)
+        self._outbox = outbox
         self._on_room = on_room
         self._next_seq = 0
 

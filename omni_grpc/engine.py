@@ -30,7 +30,9 @@ from omni_grpc.budget import Budget, Share
 from omni_grpc.config import ServerConfig
 from omni_grpc.errors import DeadlineExceeded, Draining, NotResumable, PipelineNotFound
 from omni_grpc.lane import Chunk, Feeder, Lane, Summary
+from omni_grpc.metrics import Metrics
 from omni_grpc.orchestrator import AbortOutcome, Orchestrator
+from omni_grpc.outbox import Outbox
 from omni_grpc.params import merge
 from omni_grpc.plan import Plan
 from omni_grpc.pool import SlotStatistics, StagePool
@@ -67,8 +69,12 @@ class Engine:
         self.pipelines = pipelines
         self.default = default
         self.settings = settings
+        self.metrics = Metrics()
         self.orchestrator = Orchestrator(
-            settings.queue_bytes, artifact_root, by_tenant=settings.auth is not None
+            partial(Outbox, settings.queue_bytes, settings.merge_window),
+            artifact_root,
+            self.metrics,
+            by_tenant=settings.auth is not None,
         )
         self.budget = Budget(settings)
         self.draining = False

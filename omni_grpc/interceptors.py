@@ -1,5 +1,5 @@
-"""What happens around every rpc: bytes that do not parse, errors, deadlines, identity, one log
-line.
+"""What happens around every rpc: bytes that do not parse, errors, deadlines, identity, what
+operators see of it.
 
 The one place where an exception becomes a status. What is not an OmniError is a bug or a client
 that left: its text goes to the log, never to the client."""
@@ -24,6 +24,10 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from omni_grpc.errors import Code, InternalError, InvalidField, OmniError
+from omni_grpc.metrics import Metrics
+from omni_grpc.observation import Observation
+from omni_grpc.rpc import Rpc, current
+from omni_grpc.tracing import end_rpc, rpc_span, trace_id
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ by some peers, over 16 KiB by all; a request id takes up to 3 KiB of them."""
 MESSAGE_BYTES = 1024
 """Most bytes of `grpc-message`, encoded."""
 OWN_PACKAGE = "/omni_grpc.v1."
+TRACE_KEYS = ("traceparent", "tracestate")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Callable[[Any, Context], Awaitable[Any]]
@@ -63,8 +68,10 @@ class Edge(grpc.aio.ServerInterceptor):
     """Wraps every handler of this package's services. Handlers are coroutines that read `request`
     (a message or an async iterator of them) and, where they stream, write to the context."""
 
-    def __init__(self, pod: str) -> None:
+    def __init__(self, pod: str, observation: Observation | None = None) -> None:
         self._pod = pod
+        self.observation = observation or Observation(Metrics())
+        """What becomes of each call at its end."""
         self.calls: Counter[str] = Counter()
         """Calls that are not over, by method."""
         self._last_call = 0.0
@@ -85,60 +92,93 @@ class Edge(grpc.aio.ServerInterceptor):
             return handler
         self._last_call = time.monotonic()
         make, behaviour = _shape(handler)
+        rpc = Rpc(method.rpartition("/")[2])
+        write = rpc.writing(handler.response_serializer)
+        if not handler.response_streaming:
+            # In the call, so that its end has counted it too.
+            behaviour, write = _answering(behaviour, write), bytes
         return make(
-            self._wrap(behaviour, method, handler.request_streaming),
-            request_deserializer=tolerant(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+            self._wrap(behaviour, method, handler.request_streaming, rpc),
+            request_deserializer=rpc.reading(tolerant(handler.request_deserializer)),
+            response_serializer=write,
         )
 
-    def _wrap(self, behaviour: Handler, method: str, streaming: bool) -> Handler:
-        name = method.rpartition("/")[2]
-
+    def _wrap(self, behaviour: Handler, method: str, streaming: bool, rpc: Rpc) -> Handler:
         async def call(request: Any, context: Context) -> Any:
-            started = time.perf_counter()
-            self.calls[name] += 1
-            context.set_trailing_metadata((("omni-pod", self._pod),))
-            code = Code.INTERNAL.name
-            try:
-                checked = _checked(request) if streaming else _parsed(request)
-                answer = await behaviour(checked, context)
-                code = "OK"
-                return answer
-            except OmniError as error:
-                code = error.code.name
-                # gRPC may keep what `abort` raises for as long as the connection lasts: the
-                # request must not hang on it, by way of tracebacks.
-                failure = OmniError.from_record(error.record())
-            except asyncio.CancelledError:
-                if _cancelled_for_real():
-                    code = Code.CANCELLED.name
-                    raise
-                # A CancelledError that leaked from an inner task would hang the client for ever.
-                log.exception("%s: an inner task's cancellation leaked", name)
-                failure = InternalError("internal error")
-            except grpc.aio.BaseError:
-                # The client left while we wrote.
-                code = Code.CANCELLED.name
-                raise
-            except Exception:
-                log.exception("%s failed", name)
-                failure = InternalError("internal error")
-            finally:
-                self.calls[name] -= 1
-                elapsed = (time.perf_counter() - started) * 1e3
-                log.info("%s %s %.1f ms %s", name, code, elapsed, _request_id.get() or "-")
-            await self._abort(context, failure)
+            rpc.peer = context.peer()
+            current.set(rpc)
+            self.calls[rpc.method] += 1
+            with rpc_span(method, trace_headers(context)) as span:
+                rpc.trace_id = trace_id(span)
+                try:
+                    messages = _checked(request) if streaming else request
+                    return await self._answered(behaviour, messages, context, rpc)
+                finally:
+                    self.calls[rpc.method] -= 1
+                    rpc.request_id = _request_id.get()
+                    about = {"request_id": rpc.request_id, "pipeline": rpc.pipeline}
+                    end_rpc(span, rpc.code, rpc.reason, about)
+                    self.observation.ended(rpc)
 
         return call
 
-    async def _abort(self, context: Context, error: OmniError) -> None:
+    async def _answered(self, behaviour: Handler, request: Any, context: Context, rpc: Rpc) -> Any:
+        """The behaviour's answer, or the status that its failure is."""
+        rpc.code = Code.INTERNAL.name
+        try:
+            answer = await behaviour(_parsed(request), context)
+            context.set_trailing_metadata((("omni-pod", self._pod), *self.observation.trailers()))
+            rpc.code = "OK"
+            return answer
+        except OmniError as error:
+            # gRPC may keep what `abort` raises for as long as the connection lasts: the request
+            # must not hang on it, by way of tracebacks.
+            failure = OmniError.from_record(error.record())
+        except asyncio.CancelledError:
+            if _cancelled_for_real():
+                rpc.code = Code.CANCELLED.name
+                raise
+            # A CancelledError that leaked from an inner task would hang the client for ever.
+            log.exception("%s: an inner task's cancellation leaked", rpc.method)
+            failure = InternalError("internal error")
+        except grpc.aio.BaseError:
+            # The client left while we wrote.
+            rpc.code = Code.CANCELLED.name
+            raise
+        except Exception:
+            log.exception("%s failed", rpc.method)
+            failure = InternalError("internal error")
+        await self._abort(context, failure, rpc)
+
+    async def _abort(self, context: Context, error: OmniError, rpc: Rpc) -> None:
+        rpc.code, rpc.reason = error.code.name, error.reason
         status = rpc_status.to_status(rich_status(error))
-        metadata = [*status.trailing_metadata, ("omni-pod", self._pod)]
+        metadata = [
+            *status.trailing_metadata,
+            ("omni-pod", self._pod),
+            *self.observation.trailers(),
+        ]
         if request_id := _request_id.get():
             metadata.append(("omni-request-id", request_id))
         if error.retry_after_s is not None:
             metadata.append(("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1e3))))
         await context.abort(status.code, status.details, tuple(metadata))
+
+
+def trace_headers(context: Context) -> dict[str, str]:
+    """The call's W3C trace context."""
+    return {
+        key: value
+        for key, value in (context.invocation_metadata() or ())
+        if key in TRACE_KEYS and isinstance(value, str)
+    }
+
+
+def _answering(behaviour: Handler, write: Callable[[Any], bytes]) -> Handler:
+    async def call(request: Any, context: Context) -> bytes:
+        return write(await behaviour(request, context))
+
+    return call
 
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")

@@ -12,6 +12,7 @@ from omni_grpc.config import ServerConfig
 from omni_grpc.config.listening import address
 from omni_grpc.errors import StartError
 from omni_grpc.interceptors import Edge
+from omni_grpc.observation import Observation
 from omni_grpc.tls import Certificates
 from omni_grpc.tokens import Tokens
 from omni_grpc.watched import Watcher
@@ -33,6 +34,10 @@ class Listeners:
             self._interceptors.append(Auth(self._tokens, open_reflection=auth.open_reflection))
         self._watcher = Watcher(one for one in (self._certificates, self._tokens) if one)
         self._credentials: list[grpc.ServerCredentials] = []
+
+    def observe(self, observation: Observation) -> None:
+        """What hears of every call's end, from now on."""
+        self._edge.observation = observation
 
     @property
     def idle_s(self) -> float:

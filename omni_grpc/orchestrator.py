@@ -14,6 +14,8 @@ from pathlib import Path
 
 from omni_grpc.artifacts import Artifacts
 from omni_grpc.errors import AbortedByClient, DuplicateRequest, OmniError, RequestNotFound
+from omni_grpc.metrics import Metrics
+from omni_grpc.outbox import Outbox
 from omni_grpc.plan import Plan
 from omni_grpc.run import Run
 from omni_grpc.types import Notice
@@ -38,10 +40,18 @@ class Orchestrator:
     """All requests of the server. `by_tenant`: a tenant's ids are its own; else tenants count for
     nothing here."""
 
-    def __init__(self, queue_bytes: int, artifact_root: Path, *, by_tenant: bool = False) -> None:
-        self._queue_bytes = queue_bytes
+    def __init__(
+        self,
+        make_outbox: Callable[[], Outbox],
+        artifact_root: Path,
+        metrics: Metrics,
+        *,
+        by_tenant: bool = False,
+    ) -> None:
+        self._make_outbox = make_outbox
         self.artifact_root = artifact_root
         """Where the directories of requests are."""
+        self._metrics = metrics
         self._by_tenant = by_tenant
         self._runs: dict[Key, Run] = {}
         self._ended: OrderedDict[Key, None] = OrderedDict()
@@ -65,13 +75,18 @@ class Orchestrator:
             self._closed(key)
             on_closed()
 
-        run = Run(plan, self._queue_bytes, artifacts, closed)
+        run = Run(plan, self._make_outbox(), artifacts, closed, self._metrics)
         self._runs[key] = run
         self._idle.clear()
         return run
 
     def _key(self, request_id: str, tenant: str) -> Key:
         return (tenant if self._by_tenant else "", request_id)
+
+    @property
+    def runs(self) -> list[Run]:
+        """Those that run or wait. From any thread."""
+        return list(self._runs.values())
 
     def find(self, request_id: str, tenant: str = "") -> Run:
         """The tenant's run with this id. Raises RequestNotFound."""

@@ -1,16 +1,20 @@
 """The queue between a request's stages and the writer of its stream.
 
-Never blocks the stages and never drops: text is merged while the writer is behind; sound, pictures
-and film are cut into messages that fit the contract's limits. `congested` tells the stages to pause
-when the client is slow, so the queue stays near `limit_bytes`."""
+Never blocks the stages and never drops: text is merged while the writer is behind, or for a moment
+that a merge window gives it; sound, pictures and film are cut into messages that fit the contract's
+limits. `congested` tells the stages to pause when the client is slow, so the queue stays near
+`limit_bytes`."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from omni_grpc.types import (
     Audio,
@@ -49,6 +53,9 @@ MERGED_CHARACTERS = 8 << 10
 MERGED_TOKENS = 1024
 """Where merging stops and a new event begins, so that merging stays cheap however long the writer
 is behind."""
+WINDOW_STEPS = 6
+"""A merge window ends on a clock that all requests share, of so many steps a window: up to a step
+early, so that many are written in one turn of the loop, which costs half of a turn for each."""
 Item = TypeVar("Item")
 
 EVENT_OVERHEAD = 256
@@ -65,8 +72,7 @@ class Routed:
     listener: object | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
+class Numbered(msgspec.Struct, frozen=True, gc=False):
     """An event as it is written: `seq` counts from 0 without a gap."""
 
     seq: int
@@ -81,10 +87,18 @@ DISCARDED = (Output, StageProgress, SegmentEnd, Finished)
 
 
 class Outbox:
-    """One request's events on their way to the client. One writer."""
+    """One request's events on their way to the client. One writer.
 
-    def __init__(self, limit_bytes: int) -> None:
+    `merge_window` (seconds): how long text waits for more to join it. Only text that waits alone
+    does, and never the first of an answer; whatever comes behind it sends it on its way."""
+
+    def __init__(self, limit_bytes: int, merge_window: float = 0.0) -> None:
         self._limit = limit_bytes
+        self._window = merge_window
+        self._hold: asyncio.TimerHandle | None = None
+        """While set, the text that waits is not given out; ends the wait."""
+        self._answer: tuple[str, int, int] | None = None
+        """Stage, index and segment of the text that was taken last."""
         self._events: deque[tuple[Queued, int]] = deque()
         self._urgent: deque[Queued] = deque()
         self._room = asyncio.Event()
@@ -118,7 +132,7 @@ class Outbox:
         self._urgent.append(notice)
         if len(self._urgent) >= URGENT_NOTICES:
             self._room.clear()
-        self._wake()
+        self._release()
 
     @property
     def urgent(self) -> int:
@@ -138,6 +152,8 @@ class Outbox:
         self._events = deque(kept)
         self._bytes = sum(size for _, size in kept)
         self._closed = False
+        self._answer = None
+        self._release()
         return dropped
 
     def put(self, event: Queued) -> None:
@@ -145,15 +161,28 @@ class Outbox:
         waits. A new sign of progress takes the place of an older one."""
         if self._closed:
             return
-        if self._events:
-            merged = merge(self._events[-1][0], event)
-            if merged is not None:
-                self._bytes -= self._events.pop()[1]
-                event = merged
+        joined = merge(self._events[-1][0], event) if self._events else None
+        if joined is not None:
+            self._bytes -= self._events.pop()[1]
+            event = joined
         size = event_size(event)
         self._events.append((event, size))
         self._bytes += size
-        self._wake()
+        if joined is not None:
+            return
+        if self._may_wait(event):
+            loop, step = asyncio.get_running_loop(), self._window / WINDOW_STEPS
+            due = math.floor((loop.time() + self._window) / step) * step
+            self._hold = loop.call_at(due, self._release)
+        else:
+            self._release()
+
+    def _may_wait(self, event: Queued) -> bool:
+        """Whether an event that was just added may wait for more."""
+        if not self._window or len(self._events) > 1 or self._urgent:
+            return False
+        answer = answer_of(event)
+        return answer is not None and answer == self._answer
 
     def overrun(self) -> None:
         """The reader is too far behind: what waits is dropped, and nothing is taken any more."""
@@ -165,6 +194,7 @@ class Outbox:
         notices = [event for event, _ in self._events if isinstance(event, Routed)]
         self._events.clear()
         self._bytes = 0
+        self._release()
         return notices
 
     def close(self, *, discard: bool) -> None:
@@ -173,11 +203,11 @@ class Outbox:
         if discard:
             self._events.clear()
             self._bytes = 0
-        self._wake()
+        self._release()
 
     async def get(self) -> Queued | None:
         """The next event; None after the last. Cancelling loses nothing."""
-        while not self._events and not self._urgent:
+        while (not self._events or self._hold is not None) and not self._urgent:
             if self._closed:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
@@ -191,27 +221,31 @@ class Outbox:
             return self._urgent.popleft()
         event, size = self._events.popleft()
         self._bytes -= size
+        if self._window:
+            self._answer = answer_of(event) or self._answer
         return event
 
-    def _wake(self) -> None:
+    def _release(self) -> None:
+        """Nothing holds the writer back any more, and it is woken."""
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
+def answer_of(event: Queued) -> tuple[str, int, int] | None:
+    """Which answer an event is text of: stage, index, segment. None: it is something else."""
+    if isinstance(event, Output) and isinstance(event.content, TextDelta):
+        return event.stage, event.index, event.segment
+    return None
+
+
 def merge(last: Queued, new: Queued) -> Event | None:
     """Both events as one, or None where they must stay two."""
+    if isinstance(last, Output) and isinstance(new, Output):
+        return _joined(last, new)
     match last, new:
-        case Output(content=TextDelta() as a), Output(content=TextDelta() as b):
-            same = (last.stage, last.index, last.segment) == (new.stage, new.index, new.segment)
-            if not same or not _fits(a, b):
-                return None
-            text = TextDelta(
-                a.text + b.text,
-                a.token_ids + b.token_ids,
-                a.logprobs + b.logprobs,
-                a.prompt_logprobs + b.prompt_logprobs,
-            )
-            return Output(last.stage, last.index, last.segment, text)
         case StageProgress(), StageProgress() if last.stage == new.stage:
             if new.progress.preview is not None or last.progress.preview is None:
                 return new
@@ -220,23 +254,40 @@ def merge(last: Queued, new: Queued) -> Event | None:
     return None
 
 
+def _joined(last: Output, new: Output) -> Output | None:
+    a, b = last.content, new.content
+    if not isinstance(a, TextDelta) or not isinstance(b, TextDelta):
+        return None
+    if last.index != new.index or last.segment != new.segment or last.stage != new.stage:
+        return None
+    if not _fits(a, b):
+        return None
+    text, ids = a.text + b.text, a.token_ids + b.token_ids
+    if a.logprobs or b.logprobs or a.prompt_logprobs or b.prompt_logprobs:
+        logprobs, prompt = a.logprobs + b.logprobs, a.prompt_logprobs + b.prompt_logprobs
+        return Output(last.stage, last.index, last.segment, TextDelta(text, ids, logprobs, prompt))
+    return Output(last.stage, last.index, last.segment, TextDelta(text, ids))
+
+
 def _fits(a: TextDelta, b: TextDelta) -> bool:
-    entries = sum(len(d.logprobs) + len(d.prompt_logprobs) for d in (a, b))
-    return (
-        len(a.text) + len(b.text) <= MERGED_CHARACTERS
-        and len(a.token_ids) + len(b.token_ids) <= MERGED_TOKENS
-        and entries <= MERGED_ENTRIES
-        and (not entries or text_size(a) + text_size(b) <= PART_BYTES)
-    )
+    if len(a.text) + len(b.text) > MERGED_CHARACTERS:
+        return False
+    if len(a.token_ids) + len(b.token_ids) > MERGED_TOKENS:
+        return False
+    entries = len(a.logprobs) + len(a.prompt_logprobs) + len(b.logprobs) + len(b.prompt_logprobs)
+    if not entries:
+        return True
+    return entries <= MERGED_ENTRIES and text_size(a) + text_size(b) <= PART_BYTES
 
 
 def event_size(event: Queued) -> int:
     """Approximate size of an event, in bytes."""
+    if isinstance(event, Output) and isinstance(event.content, TextDelta):
+        # Nearly all events are: not through every pattern first.
+        return EVENT_OVERHEAD + text_size(event.content)
     match event:
         case Numbered(event=inner):
             return event_size(inner)
-        case Output(content=TextDelta() as delta):
-            return EVENT_OVERHEAD + text_size(delta)
         case Output(content=AudioChunk() | ImageChunk() | VideoChunk() | TensorChunk() as content):
             return EVENT_OVERHEAD + len(content.data)
         case StageProgress(progress=progress) if progress.preview is not None:
@@ -265,11 +316,15 @@ class Cutter:
                 self._chunk -= 1
                 self.frames -= content.frame_count
 
-    def cut(self, payload: Payload) -> Iterator[Content]:
-        """The payload's contents in order, each within the contract's limits."""
+    def cut(self, payload: Payload) -> Iterable[Content]:
+        """The payload's contents in order, each within the contract's limits. To be taken once, and
+        whole: what is cut counts."""
+        if isinstance(payload, TextDelta):
+            return cut_text(payload) if text_size(payload) > PART_BYTES else (payload,)
+        return self._cut(payload)
+
+    def _cut(self, payload: Audio | Image | Video | Tensors) -> Iterator[Content]:
         match payload:
-            case TextDelta():
-                yield from cut_text(payload)
             case Audio():
                 yield from self._cut_audio(payload)
             case Image():
@@ -347,8 +402,11 @@ def _entry_size(entry: TokenLogprobs) -> int:
 
 def text_size(delta: TextDelta) -> int:
     """Most bytes that a delta takes in a message."""
+    size = 4 * len(delta.text) + TOKEN_BYTES * len(delta.token_ids)
+    if not delta.logprobs and not delta.prompt_logprobs:
+        return size
     entries = sum(map(_entry_size, delta.logprobs)) + sum(map(_entry_size, delta.prompt_logprobs))
-    return 4 * len(delta.text) + TOKEN_BYTES * len(delta.token_ids) + entries
+    return size + entries
 
 
 def cut_tensors(tensors: Tensors) -> Iterator[TensorChunk]:

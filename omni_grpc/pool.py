@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zmq.asyncio
+import zmq
 
 from omni_grpc.balance import Balancer
 from omni_grpc.config import ServerConfig, StageConfig
@@ -39,7 +39,7 @@ LOADING_RETRY_S = 5.0
 class Runtime:
     """What all pools share: ZeroMQ, the folder of the sockets, the server's settings."""
 
-    context: zmq.asyncio.Context
+    context: zmq.Context[Any]
     folder: Path
     settings: ServerConfig
     starts: Starts
@@ -47,12 +47,14 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """One slot's load; `restarts` counts from the server's start."""
+    """One slot's load; `restarts` counts from the server's start, `capacity` is how many tasks it
+    works on at once, where that is known."""
 
     replica: int
     device: str
     load: ReplicaStatistics
     restarts: int
+    capacity: int | None = None
 
 
 class Slot:
@@ -134,13 +136,16 @@ class StagePool:
         self.pipeline = pipeline
         self.config = config
         self.runtime = runtime
-        self.places = Places(config, self._serving, Balancer(config.balance).pick)
+        self.places = Places(
+            config, self._serving, Balancer(config.balance).pick, self._load_changed
+        )
         self.adapters = dict(config.lora_adapters)
         """LoRA adapters that requests may name, by path."""
         self.facts = StageFacts()
         """What the stage told of itself when it was loaded last; kept while replicas restart."""
         self._slots = [Slot(self, number) for number in range(config.replicas)]
         self._observers: list[Callable[[], None]] = []
+        self._load_observer: Callable[[], None] | None = None
 
     @property
     def ready_replicas(self) -> int:
@@ -161,6 +166,11 @@ class StagePool:
         """Calls `observer` whenever a replica comes or goes."""
         self._observers.append(observer)
 
+    def observe_load(self, observer: Callable[[], None]) -> None:
+        """Calls `observer` also whenever a task comes or goes and when a replica tells of another
+        load: thousands of times a second. One per pool."""
+        self._load_observer = observer
+
     def changed(self) -> None:
         """Tells the observers, and those who wait for a place."""
         for observer in self._observers:
@@ -171,6 +181,11 @@ class StagePool:
             self.places.clear(error)
         else:
             self.places.fill()
+        self._load_changed()
+
+    def _load_changed(self) -> None:
+        if self._load_observer is not None:
+            self._load_observer()
 
     async def start(self) -> None:
         """Starts all replicas. Raises the first StartError; what was started then still needs
@@ -222,6 +237,7 @@ class StagePool:
                 self.config.device(slot.number),
                 slot.replica.statistics() if slot.replica else absent,
                 slot.restarts,
+                self.config.max_tasks or (slot.replica.facts.capacity if slot.replica else None),
             )
             for slot in self._slots
         ]
@@ -251,6 +267,7 @@ class StagePool:
         address = f"ipc://{socket}" if settings.ipc == "ipc" else f"{settings.ipc}:*"
         replica = Replica(spec, config, settings, self.runtime.context, address)
         replica.on_freed = self.places.freed
+        replica.on_load = self._load_changed
         return replica
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq.asyncio
+import zmq
 
 from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.errors import InternalError, OmniError, StageUnavailable, StartError
@@ -70,12 +70,19 @@ class State(Enum):
 
 @dataclass(slots=True, frozen=True)
 class ReplicaStatistics:
-    """A replica's load. `sample_age_s` is the age of `own`; None where nothing came yet."""
+    """A replica's load. `work` is what is left, `busy_s` how long it has held tasks, since its
+    start. `sample_age_s` is the age of `own`; None where nothing came yet."""
 
     ready: bool
     running: int
     own: StageStatistics
     sample_age_s: float | None
+    work: float = 0.0
+    busy_s: float = 0.0
+
+
+def _nobody() -> None:
+    """Hears of load where nobody watches."""
 
 
 class Replica:
@@ -86,7 +93,7 @@ class Replica:
         spec: StageSpec,
         config: StageConfig,
         settings: ServerConfig,
-        context: zmq.asyncio.Context,
+        context: zmq.Context[Any],
         address: str,
     ) -> None:
         self.spec = spec
@@ -105,6 +112,10 @@ class Replica:
         self._sent_work = 0.0
         self._last_sign = self._loop.time()
         self._sampled: float | None = None
+        self.on_load: Callable[[], None] = _nobody
+        """Called whenever a task comes or goes, and when the stage tells of another load."""
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
         self._ready = self._loop.create_future()
         self._gone = asyncio.Event()
         self._channel: Channel[ToReplica, FromReplica] | None = None
@@ -144,7 +155,22 @@ class Replica:
     def statistics(self) -> ReplicaStatistics:
         """The present load."""
         age = None if self._sampled is None else self._loop.time() - self._sampled
-        return ReplicaStatistics(self.state is State.READY, self.running, self._statistics, age)
+        ready = self.state is State.READY
+        return ReplicaStatistics(
+            ready, self.running, self._statistics, age, self.work, self._busy()
+        )
+
+    def _busy(self) -> float:
+        since = self._busy_since
+        return self._busy_s if since is None else self._busy_s + self._loop.time() - since
+
+    def _load_changed(self) -> None:
+        """Tasks came or went, or the stage told of another load."""
+        if self._busy_since is None and self._tasks:
+            self._busy_since = self._loop.time()
+        elif self._busy_since is not None and not self._tasks:
+            self._busy_s, self._busy_since = self._busy(), None
+        self.on_load()
 
     # ------------------------------------------------------------ life
 
@@ -215,7 +241,10 @@ class Replica:
         if not self._ready.done():
             said = "".join(f"\n  {line}" for line in self._process.last_lines)
             self._ready.set_exception(StartError(f"stage {self.name}: the process {why}{said}"))
+            # Nobody may be waiting: its start was cancelled because another replica's failed.
+            self._ready.exception()
         tasks, self._tasks = self._tasks, {}
+        self._load_changed()
         calls, self._calls = self._calls, {}
         for handle in tasks.values():
             handle.sink.on_lost()
@@ -270,8 +299,8 @@ class Replica:
         self._tasks[task.id] = handle
         handle.send, handle.waits = self.send, False
         self._sent_work += handle.work
-        self.send(Submit(task))
-        handle.sink.on_placed()
+        self.send(Submit(handle.sink.on_placed(task, self.spec.replica, self.spec.device)))
+        self._load_changed()
 
     async def control(self, command: str, arguments: dict[str, Any]) -> None:
         """Carries out an operator's command in the replica. Raises what the stage raised, and
@@ -303,6 +332,7 @@ class Replica:
                 kept.append(message)
             elif isinstance(message, Submit):
                 if handle := self._tasks.pop(message.task.id, None):
+                    self._load_changed()
                     handle.sink.on_refused(error)
                     self.on_freed()
             elif isinstance(message, Feed) and (handle := self._tasks.get(message.task)):
@@ -337,10 +367,12 @@ class Replica:
                     handle.sink.on_admitted(prepare_ms)
             case Refused(task_id, record):
                 if handle := self._tasks.pop(task_id, None):
+                    self._load_changed()
                     handle.sink.on_refused(OmniError.from_record(record))
                     self.on_freed()
             case Ended(task_id, record_or_none):
                 if handle := self._tasks.pop(task_id, None):
+                    self._load_changed()
                     error = OmniError.from_record(record_or_none) if record_or_none else None
                     handle.sink.on_ended(error)
                     self.on_freed()
@@ -352,8 +384,11 @@ class Replica:
                 if handle := self._tasks.get(task_id):
                     handle.sink.on_taken(size)
             case Heartbeat():
+                before = self._statistics
                 self._statistics, self._sampled = message.statistics, self._loop.time()
                 self._sent_work = 0.0
+                if message.statistics != before:
+                    self._load_changed()
             case _:
                 self._handle_control(message)
 

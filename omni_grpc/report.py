@@ -5,15 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from omni_grpc.errors import Code, OmniError
+from omni_grpc.metrics import Metrics
+from omni_grpc.pace import Pace
 from omni_grpc.stage_run import StageRun
-from omni_grpc.types import Finish, Finished, Modality, StageFinish, Timings, Usage
+from omni_grpc.types import Finish, Finished, Modality, Payload, StageFinish, Timings, Usage
 
 
 class Report:
     """One request's account. Times in milliseconds from `arrived_at`, the request's arrival."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics, pipeline: str) -> None:
         self.arrived_at = time.perf_counter()
+        self.pace = Pace(metrics, pipeline)
+        self._metrics = metrics
+        self._pipeline = pipeline
         self.usage = Usage()
         self.preprocess_ms = 0.0
         self.transform_ms = 0.0
@@ -33,8 +39,9 @@ class Report:
         self.preprocess_ms = prepare_ms if told else 0.0
         self.queue_wait_ms = max(0.0, waited - prepare_ms)
 
-    def output(self, modality: Modality) -> None:
+    def output(self, stage: str, modality: Modality, payload: Payload) -> None:
         """A final output of this modality came."""
+        self.pace.output(stage, modality, payload)
         if modality.value not in self._first_output_ms:
             elapsed = (time.perf_counter() - self.arrived_at) * 1e3
             self._first_output_ms[modality.value] = elapsed
@@ -42,6 +49,23 @@ class Report:
     def finish(self, stage: str, index: int, finish: Finish) -> None:
         """One answer of one stage ended; of several segments the last counts."""
         self._finishes[stage, index] = StageFinish(stage, index, finish)
+
+    def ended(self, stages: Iterable[StageRun], error: OmniError | None) -> None:
+        """The request, which had been accepted, ended: into the server's metrics."""
+        metrics, pipeline, now = self._metrics, self._pipeline, time.perf_counter()
+        cancelled = error is not None and error.code is Code.CANCELLED
+        outcome = "cancelled" if cancelled else "failed" if error is not None else "finished"
+        metrics.requests.labels(pipeline, outcome).inc()
+        metrics.queue_wait.labels(pipeline).observe(self.queue_wait_ms / 1e3)
+        for stage in stages:
+            if stage.started_at is None:
+                continue
+            seconds = (stage.ended_at or now) - stage.started_at
+            metrics.stage_seconds.labels(pipeline, stage.node.name).observe(seconds)
+            if stage.hop_s is not None:
+                metrics.hop.labels(pipeline, stage.node.name).observe(stage.hop_s)
+        if error is None:
+            self.pace.ended()
 
     def finished(self, stages: Iterable[StageRun]) -> Finished:
         """The request's last event."""

@@ -45,6 +45,7 @@ class Routing:
         self._report = report
         self._start = start
         self._touched = touched
+        """Stages that have given the client something."""
 
     def route(self, stage: StageRun, output: StageOutput) -> None:
         """Sends everything that is in one output of a stage on its way."""
@@ -73,13 +74,14 @@ class Routing:
 
     def _emit(self, stage: StageRun, output: StageOutput, payload: Payload) -> None:
         assert stage.node.config.output is not None
-        self._report.output(stage.node.config.output)
+        self._report.output(stage.node.name, stage.node.config.output, payload)
         self._touched()
         for content in stage.cutter.cut(payload):
             self.put(Output(stage.node.name, output.index, output.segment, content))
 
     def _segment_ended(self, stage: StageRun, segment: int, reason: FinishReason) -> None:
         self._touched()
+        self._report.pace.answered(stage.node.name)
         stage.answered += 1
         if stage.memory is not None:
             stage.memory.close()

@@ -29,13 +29,15 @@ from omni_grpc.feeding import Feeding
 from omni_grpc.graph import Graph
 from omni_grpc.lane import Lane
 from omni_grpc.ledger import Ledger
-from omni_grpc.outbox import Numbered
+from omni_grpc.metrics import Metrics
+from omni_grpc.outbox import Numbered, Outbox
 from omni_grpc.plan import Plan
 from omni_grpc.report import Report
 from omni_grpc.routing import Routing
 from omni_grpc.stage_run import StageRun
 from omni_grpc.submission import DIFFUSION, Submission
 from omni_grpc.task import TaskHandle
+from omni_grpc.tracing import RequestTrace
 from omni_grpc.types import (
     Accepted,
     EventChange,
@@ -69,10 +71,16 @@ class Run:
     """One admitted or soon to be admitted request. One reader iterates it with `next`."""
 
     def __init__(
-        self, plan: Plan, queue_bytes: int, artifacts: Artifacts, on_close: Callable[[Run], None]
+        self,
+        plan: Plan,
+        outbox: Outbox,
+        artifacts: Artifacts,
+        on_close: Callable[[Run], None],
+        metrics: Metrics,
     ) -> None:
         self.plan = plan
         self.request_id = plan.request.request_id
+        self.trace = RequestTrace(self.request_id, plan.pipeline.name)
         self.error: OmniError | None = None
         self.closed = False
         self.completed = False
@@ -80,7 +88,7 @@ class Run:
         self.artifacts = artifacts
         self._loop = asyncio.get_running_loop()
         self._on_close = on_close
-        self.delivery = Delivery(queue_bytes, self.regulate)
+        self.delivery = Delivery(outbox, self.regulate)
         self._graph = Graph(self, plan)
         self._submission = Submission(plan, artifacts, self._loop.time() + plan.timeout_s)
         self._feeding = (
@@ -93,11 +101,17 @@ class Run:
         self._admission: asyncio.Future[None] = self._loop.create_future()
         self._released = asyncio.Event()
         self._ended_event = asyncio.Event()
-        self._report = Report()
+        self._report = Report(metrics, plan.pipeline.name)
         self._routing = Routing(
             plan, self._graph, self.delivery, self._report, self.ensure_started, self._touched
         )
         self._retried = False
+
+    @property
+    def first_output_ms(self) -> float | None:
+        """From its arrival to its first output; None while there is none."""
+        seconds = self._report.pace.first_output_s
+        return None if seconds is None else seconds * 1e3
 
     @property
     def lane(self) -> Lane | None:
@@ -247,6 +261,7 @@ class Run:
         if self.closed or not self._admission.done() or (self.completed and not len(self.delivery)):
             return
         epoch.withdraw(self._graph, self.delivery)
+        self._report.pace.interrupted()
         keep = epoch.untouched(self._graph, self.lane)
         if keep is None or keep is not self._graph.interactive:
             self.delivery.put_changes(self._ledger.expire())
@@ -412,7 +427,9 @@ class Run:
             return
         self.closed, self.error = True, error
         self.watch.stop()
-        if not self._admission.done():
+        if self._admission.done():
+            self._report.ended(self._graph, error)
+        else:
             # Nobody may be waiting (the caller was cancelled): then there is nobody to tell.
             self._admission.set_exception(error or InternalError("internal error"))
             self._admission.exception()

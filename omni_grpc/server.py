@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc
-import zmq.asyncio
+import zmq
 from grpc_channelz.v1 import channelz
 
 from omni_grpc.admin import AdminServicer
@@ -28,8 +28,12 @@ from omni_grpc.engine import Engine
 from omni_grpc.errors import ConfigError, StartError
 from omni_grpc.health import SERVICE, Health, HealthServicer, add_health, add_reflection
 from omni_grpc.listeners import Listeners
+from omni_grpc.load import LoadFeed
+from omni_grpc.observation import Observation
+from omni_grpc.orca import Reports, add_orca
 from omni_grpc.placement import Starts, check_memory
 from omni_grpc.pool import Runtime, StagePool
+from omni_grpc.scrape import Scrape
 from omni_grpc.servicer import OmniServicer
 from omni_grpc.topology import build_pipeline
 from omni_grpc.v1 import admin_pb2, admin_pb2_grpc, service_pb2_grpc
@@ -63,7 +67,7 @@ class Server:
         self.port = self.admin_port = self.health_port = 0
         self._configs = pipelines
         self._folder = Path(tempfile.mkdtemp(prefix="omni-grpc-"))
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         runtime = Runtime(self._context, self._folder, settings, Starts())
         self._pools: list[StagePool] = []
         built = {}
@@ -80,6 +84,12 @@ class Server:
             built[config.name] = build_pipeline(config, pools)
         check_memory(pool.config for pool in self._pools)
         self.engine = Engine(built, names[0], settings, self._folder / "artifacts")
+        self._load = LoadFeed(self.engine)
+        self._reports = Reports(self._load)
+        self._scrape = Scrape(self.engine)
+        self._listeners.observe(
+            Observation(self.engine.metrics, self._reports.count, self._reports.trailers)
+        )
         self._grpc = self._listeners.make()
         self._more: list[grpc.aio.Server] = []
         """Listeners for operators and for probes."""
@@ -90,8 +100,9 @@ class Server:
     async def start(self) -> None:
         """Listens; nothing is served yet. Raises StartError if the address is taken."""
         service_pb2_grpc.add_OmniServiceServicer_to_server(
-            OmniServicer(self.engine, self.pod), self._grpc
+            OmniServicer(self.engine, self.pod, self._load), self._grpc
         )
+        add_orca(self._grpc, self._reports)
         add_reflection(self._grpc, (SERVICE,))
         servicer = add_health(self._grpc)
         self._health = Health(servicer)
@@ -100,6 +111,8 @@ class Server:
         await self._grpc.start()
         if self.settings.admin_port is not None:
             await self._start_admin(self.settings.admin_port)
+        if self.settings.metrics_port is not None:
+            self._scrape.start(self.settings.host, self.settings.metrics_port)
         if self.settings.health_port is not None:
             await self._start_health(self.settings.health_port, servicer)
         self._listeners.start()
@@ -137,6 +150,11 @@ class Server:
         """All holdings, and what there is whether or not requests run."""
         return Census(tuple(self.holdings()), standing(self.engine))
 
+    @property
+    def metrics_port(self) -> int:
+        """Where metrics are served; 0 where they are not."""
+        return self._scrape.port
+
     def _drain_soon(self, timeout: float | None) -> int:
         """Begins to drain; the requests that run now."""
         running = len(self.engine.orchestrator)
@@ -153,6 +171,7 @@ class Server:
             if self._refuse_at is None and self._health.served:
                 self._refuse_at = now + self.settings.drain_delay
         await asyncio.sleep((self._refuse_at or now) - now)
+        self._load.end()
         await self.engine.drain(limit)
 
     async def _settle(self, limit: float) -> None:
@@ -200,6 +219,7 @@ class Server:
         await self._grpc.stop(STOP_GRACE_S)
         await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in self._more))
         self._listeners.stop()
+        await self._scrape.stop()
         await asyncio.gather(*(pool.close() for pool in self._pools))
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -4,45 +4,45 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from contextlib import aclosing
 
 from msgspec.structs import replace
 
 from omni_grpc.auth import tenant_of
 from omni_grpc.engine import Engine
-from omni_grpc.errors import AbortedByClient, NotImplementedYet, SlowConsumer
+from omni_grpc.errors import AbortedByClient
 from omni_grpc.interaction import Session
-from omni_grpc.interceptors import Context, mirrored, set_request_id
+from omni_grpc.interceptors import Context, mirrored, set_request_id, trace_headers
+from omni_grpc.load import LoadFeed
 from omni_grpc.outbox import Numbered
+from omni_grpc.rpc import asks, opened
 from omni_grpc.run import Run, owned_task
 from omni_grpc.types import Request, UpdateChunk
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
-from omni_grpc.wire.events import encode_event
+from omni_grpc.wire.events import EventEncoder
 from omni_grpc.wire.info import encode_load, encode_outcomes, encode_server_info
 from omni_grpc.wire.interactions import Attach, decode_messages, decode_setup, encode_notice
 from omni_grpc.wire.requests import MAX_ID, decode_abort, decode_request
 from omni_grpc.wire.updates import decode_chunks, decode_header
+from omni_grpc.writer import Writer
 
 HALF_CLOSE_S = 0.2
 """How long a session that has finished waits for its client's half-close."""
-TRACE_KEYS = ("traceparent", "tracestate")
 
 
 class OmniServicer(service_pb2_grpc.OmniServiceServicer):
     """The service over one engine. `pod` names this server to clients and gateways."""
 
-    def __init__(self, engine: Engine, pod: str) -> None:
+    def __init__(self, engine: Engine, pod: str, load: LoadFeed) -> None:
         self._engine = engine
+        self._load = load
         self._pod = pod
 
     async def AddRequest(self, request: service_pb2.AddRequestRequest, context: Context) -> None:
         """Submits and streams. Leaving early in whatever way aborts the request."""
         if len(request.request_id) <= MAX_ID:
             set_request_id(request.request_id)
-        decoded = _of_tenant(
-            decode_request(request, _trace(context), context.time_remaining()), context
-        )
-        run = await self._engine.submit(decoded)
+        run = await self._submit(request, context)
         set_request_id(run.request_id)
         try:
             await self._greet(run, context)
@@ -51,18 +51,20 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
             # Synchronous on purpose: when the client left, an await here may never come back.
             run.close(AbortedByClient("the client left"))
 
-    async def _stream(self, run: Run, context: Context) -> None:
-        limit = self._engine.settings.write_timeout
-        while (numbered := await run.next()) is not None:
-            if isinstance(numbered, Numbered):
-                await self._write(context, encode_event(numbered), limit)
+    async def _submit(self, request: service_pb2.AddRequestRequest, context: Context) -> Run:
+        headers, left = trace_headers(context), context.time_remaining()
+        decoded = _of_tenant(decode_request(request, headers, left), context)
+        asks(decoded)
+        run = await self._engine.submit(decoded)
+        opened(run)
+        return run
 
-    async def _write(self, context: Context, message: Any, limit: float) -> None:
-        try:
-            async with asyncio.timeout(limit):
-                await context.write(message)
-        except TimeoutError:
-            raise SlowConsumer(f"an output waited {limit:g} s to be read") from None
+    async def _stream(self, run: Run, context: Context) -> None:
+        encode = EventEncoder().encode
+        with Writer(context, self._engine.settings.write_timeout) as writer:
+            while (numbered := await run.next()) is not None:
+                if isinstance(numbered, Numbered):
+                    await writer.write(encode(numbered))
 
     async def StreamingUpdate(
         self, request: AsyncIterator[service_pb2.StreamingUpdateRequest], context: Context
@@ -72,6 +74,7 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         if len(request_id) <= MAX_ID:
             set_request_id(request_id)
         run, feeder = self._engine.attach(request_id, tenant_of(context))
+        opened(run)
         with feeder:
             summary = await self._engine.feed(run, feeder, self._chunks(run, request, context))
         return service_pb2.StreamingUpdateResponse(
@@ -129,23 +132,22 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         limit = self._engine.settings.queue_bytes
         if isinstance(setup, Attach):
             run = self._engine.orchestrator.find(setup.request_id, tenant_of(context))
+            opened(run)
             return Session(
                 run, owner=False, receive_outputs=setup.receive_outputs, limit_bytes=limit
             )
-        decoded = _of_tenant(
-            decode_request(setup, _trace(context), context.time_remaining()), context
-        )
-        run = await self._engine.submit(decoded)
+        run = await self._submit(setup, context)
         return Session(run, owner=True, receive_outputs=True, limit_bytes=limit)
 
     async def _speak(self, session: Session, context: Context) -> None:
-        limit = self._engine.settings.write_timeout
-        while (item := await session.next()) is not None:
-            if isinstance(item, Numbered):
-                message = service_pb2.SubmitInteractionResponse(response=encode_event(item))
-            else:
-                message = encode_notice(item)
-            await self._write(context, message, limit)
+        encode = EventEncoder().encode
+        with Writer(context, self._engine.settings.write_timeout) as writer:
+            while (item := await session.next()) is not None:
+                if isinstance(item, Numbered):
+                    message = service_pb2.SubmitInteractionResponse(response=encode(item))
+                else:
+                    message = encode_notice(item)
+                await writer.write(message)
 
     async def Abort(
         self, request: service_pb2.AbortRequest, context: Context
@@ -168,18 +170,14 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
         return service_pb2.GetLoadResponse(stages=encode_load(self._engine.load()))
 
     async def WatchLoad(self, request: service_pb2.WatchLoadRequest, context: Context) -> None:
-        """Not served yet."""
-        raise NotImplementedYet("WatchLoad is not served yet")
+        """The load at once, then on change. A slow client gets the newest."""
+        with Writer(context, self._engine.settings.write_timeout) as writer:
+            async with aclosing(self._load.states()) as states:
+                async for stages in states:
+                    message = service_pb2.WatchLoadResponse(stages=encode_load(stages))
+                    await writer.write(message)
 
 
 def _of_tenant(request: Request, context: Context) -> Request:
     """The request, as its caller's tenant makes it."""
     return replace(request, options=replace(request.options, tenant=tenant_of(context)))
-
-
-def _trace(context: Context) -> dict[str, str]:
-    return {
-        key: value
-        for key, value in (context.invocation_metadata() or ())
-        if key in TRACE_KEYS and isinstance(value, str)
-    }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni_grpc.conversation import Conversation
 from omni_grpc.errors import InternalError, OmniError
-from omni_grpc.ipc import WINDOW_BYTES, payload_size
+from omni_grpc.ipc import WINDOW_BYTES, Task, payload_size
 from omni_grpc.outbox import Cutter
 from omni_grpc.pipelines.bridges import Bridge
 from omni_grpc.task import TaskHandle
@@ -42,9 +42,12 @@ class StageRun:
         self.cutter = Cutter()
         self.started_at: float | None = None
         self.ended_at: float | None = None
+        self.hop_s: float | None = None
+        """How long its first input took to the replica, the wait of others before it included."""
         self.segment_params: dict[int, Params] = {}
         """Parameters of segments to come, by number."""
         self._run = run
+        self._trace = run.trace.task(node.name, node.config.inputs)
         self._sources = dict.fromkeys(node.config.inputs, 0)
         """Segments that each source has ended."""
         self._open_sources = set(node.config.inputs)
@@ -138,15 +141,20 @@ class StageRun:
 
     # ------------------------------------------------------------ the sink of its task
 
-    def on_placed(self) -> None:
+    def on_placed(self, task: Task, replica: int, device: str) -> Task:
         self.started_at = time.perf_counter()
         self.heard_at = asyncio.get_running_loop().time()
+        return self._trace.sent(task, replica, device)
 
     def on_admitted(self, prepare_ms: float) -> None:
+        if self.started_at is not None:
+            self.hop_s = max(0.0, time.perf_counter() - self.started_at - prepare_ms / 1e3)
+        self._trace.admitted(prepare_ms)
         self._contained(self._run.stage_admitted, self, prepare_ms)
 
     def on_refused(self, error: OmniError) -> None:
         self.holds = False
+        self._trace.ended(error)
         self._contained(self._run.stage_refused, self, error)
         self._run.stage_released()
 
@@ -167,11 +175,13 @@ class StageRun:
 
     def on_ended(self, error: OmniError | None) -> None:
         self.holds = False
+        self._trace.ended(error)
         self._contained(self._run.stage_ended, self, error)
         self._run.stage_released()
 
     def on_lost(self) -> None:
         self.holds = False
+        self._trace.ended(lost=True)
         self._contained(self._run.stage_lost, self)
         self._run.stage_released()
 

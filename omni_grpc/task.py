@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from omni_grpc.errors import OmniError
-from omni_grpc.ipc import CREDIT_STEP, Abort, Credit, Feed, Steer, ToReplica
+from omni_grpc.ipc import CREDIT_STEP, Abort, Credit, Feed, Steer, Task, ToReplica
 from omni_grpc.types import InteractionEvent, Params, Payload, Prompt, StageOutput
 
 _task_ids = itertools.count(1)
@@ -23,8 +23,9 @@ def new_task_id() -> int:
 class TaskSink(Protocol):
     """Who hears about a task. The methods are called on the event loop and do not raise."""
 
-    def on_placed(self) -> None:
-        """The task was sent to a replica; before that it may have waited for a place."""
+    def on_placed(self, task: Task, replica: int, device: str) -> Task:
+        """A replica, with its number and device, takes the task; before that it may have waited for
+        a place. What is given back is sent in its stead."""
 
     def on_admitted(self, prepare_ms: float) -> None:
         """The task runs."""

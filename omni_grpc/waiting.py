@@ -162,17 +162,20 @@ class Line(Generic[Member]):
 
 class Places(Generic[Replicas]):
     """One stage's places and the line before them. `serving` gives the replicas that may take
-    tasks, and raises StageUnavailable where there is none; `pick` is the policy that balances."""
+    tasks, and raises StageUnavailable where there is none; `pick` is the policy that balances;
+    `changed` hears when a request begins to wait, or leaves."""
 
     def __init__(
         self,
         config: StageConfig,
         serving: Callable[[], list[Replicas]],
         pick: Callable[[Sequence[Replicas]], Replicas],
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._serving = serving
         self._pick = pick
+        self._changed = changed
         self._line: Line[Waiter] = Line()
         self._turns = Turns()
 
@@ -195,6 +198,7 @@ class Places(Generic[Replicas]):
             waiter.place(self._pick(free), self._turns.began)
         elif running or self._line.new < self._config.max_waiting:
             self._line.add(waiter, tenant, running=running)
+            self._changed()
         else:
             raise self._full()
         return waiter.handles
@@ -252,5 +256,6 @@ class Places(Generic[Replicas]):
         if waiter in self._line:
             self._line.remove(waiter)
             waiter.withdraw()
+            self._changed()
             # It may have been the first of the line, and too large for the room that there is.
             self.fill()

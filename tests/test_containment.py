@@ -20,6 +20,8 @@ from omni_grpc.routing import Routing
 from omni_grpc.server import Server
 from omni_grpc.submission import Submission
 from omni_grpc.waiting import Places
+from omni_grpc.wire.events import EventEncoder
+from omni_grpc.writer import Writer
 from tests.support import RichError, collect, rich_error, texts
 
 PARTS: dict[str, tuple[Any, str]] = {
@@ -31,8 +33,8 @@ PARTS: dict[str, tuple[Any, str]] = {
     "cutter": (Cutter, "cut"),
     "outbox": (Outbox, "put"),
     "numbering": (Delivery, "_number"),
-    "encoder": (servicer, "encode_event"),
-    "writer": (servicer.OmniServicer, "_write"),
+    "encoder": (EventEncoder, "encode"),
+    "writer": (Writer, "write"),
     "report": (Report, "finished"),
     "next event": (run.Run, "next"),
 }

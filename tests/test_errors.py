@@ -15,7 +15,6 @@ from omni_grpc.errors import Code, DeadlineExceeded, InvalidField, OmniError, Vi
 from omni_grpc.interceptors import rich_status
 from omni_grpc.server import Server
 from omni_grpc.types import CustomParams, Prompt, Request, StageParams, Text
-from omni_grpc.v1 import service_pb2
 from tests.conftest import Serve
 from tests.faulty import SECRET
 from tests.support import (
@@ -245,12 +244,6 @@ async def test_a_stage_that_is_silent_for_too_long(serve: Serve) -> None:
     served = await serve(echo(stage_timeout=0.3))
     error = await refusal(served.stub, stage_params=[script(outputs=3, hang_at=1)], timeout=5)
     assert_is(error, S.DEADLINE_EXCEEDED, "STAGE_TIMEOUT")
-
-
-async def test_rpcs_that_are_not_served_yet(stub: Any) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        [load async for load in stub.WatchLoad(service_pb2.WatchLoadRequest())]
-    assert_is(rich_error(caught.value), S.UNIMPLEMENTED, "NOT_IMPLEMENTED")
 
 
 async def test_a_refusal_sends_no_initial_metadata(stub: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -11,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
-import zmq.asyncio
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +121,7 @@ def test_an_unknown_reason_is_a_bug() -> None:
 @pytest.fixture
 async def line(tmp_path: Path) -> Any:
     """Both ends of a line."""
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     address = f"ipc://{tmp_path / 'line'}"
     server: Channel[Any, Any] = Channel.bind(context, address, FromReplica)
     replica: Channel[Any, Any] = Channel.connect(context, address, ToReplica)
@@ -161,6 +162,58 @@ async def test_a_receive_that_is_cancelled_loses_nothing(line: Any) -> None:
         await asyncio.gather(receiving, return_exceptions=True)
         server.send(Abort(number))
         assert await replica.receive() == [Abort(number)]
+
+
+async def test_a_line_that_nobody_receives_from_keeps_no_processor_busy(line: Any) -> None:
+    """As while a model loads, and the server has already sent something."""
+    server, replica = line
+    server.send(Abort(1))
+    await asyncio.sleep(0.1)
+    used = time.process_time()
+    await asyncio.sleep(0.4)
+    assert time.process_time() - used < 0.1
+    assert await replica.receive() == [Abort(1)]
+
+
+async def test_what_is_sent_before_there_is_another_end_waits_for_it(tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    address = f"ipc://{tmp_path / 'line'}"
+    server: Channel[Any, Any] = Channel.bind(context, address, FromReplica)
+    server.send(Abort(1))
+    await asyncio.sleep(0.05)
+    server.send(Abort(2))
+    await asyncio.sleep(0.05)
+    replica: Channel[Any, Any] = Channel.connect(context, address, ToReplica)
+    async with asyncio.timeout(5):
+        got = await replica.receive()
+        while len(got) < 2:
+            got += await replica.receive()
+    assert got == [Abort(1), Abort(2)]
+    server.close()
+    replica.close()
+    context.destroy(linger=0)
+
+
+async def test_many_messages_both_ways_at_once_all_arrive(line: Any) -> None:
+    """Sending takes news of the line in; it must not be lost on who waits."""
+    server, replica = line
+
+    async def echo() -> None:
+        for _ in range(500):
+            for message in await replica.receive():
+                replica.send(Emitted(message.task, StageOutput()))
+
+    echoing = asyncio.create_task(echo())
+    got: list[int] = []
+    async with asyncio.timeout(20):
+        for number in range(500):
+            server.send(Abort(number))
+            if number % 3:
+                got += [message.task for message in await server.receive()]
+        while len(got) < 500:
+            got += [message.task for message in await server.receive()]
+    echoing.cancel()
+    assert got == list(range(500))
 
 
 async def test_one_message_that_cannot_be_encoded_keeps_no_other_back(line: Any) -> None:

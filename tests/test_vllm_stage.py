@@ -246,7 +246,7 @@ def stage_over(engine: Recorder) -> VllmStage:
     from omni_grpc.stages.vllm import VllmStage
 
     stage = VllmStage(spec(lora_adapters={"odd": "/adapters/odd", "even": "/adapters/even"}))
-    stage._engine = engine
+    stage._engine = engine  # type: ignore[assignment]
     stage._prompts = Rendered()  # type: ignore[assignment]
     stage._context, stage._defaults, stage._plugins = 100, {}, False
     return stage

@@ -14,11 +14,13 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
+from omni_grpc import logs, otlp
 from omni_grpc.cli.failure import fail
 from omni_grpc.config import PipelineConfig, ServerConfig, load_pipeline, load_settings
 from omni_grpc.config.listening import address
 from omni_grpc.embedded import EmbeddedModelError, missing, prepare
 from omni_grpc.errors import ConfigError, StartError
+from omni_grpc.logs import LogFormat
 from omni_grpc.topology import check_pipeline
 from omni_grpc.types import Modality
 
@@ -70,6 +72,24 @@ DrainDelay = Annotated[
     float | None,
     typer.Option(help="Seconds after SIGTERM until new requests are refused.", show_default="0"),
 ]
+MergeWindow = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds that text waits for more to join it in one message.", show_default="0"
+    ),
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(help="Port of Prometheus metrics; 0 picks a free one.", show_default="none"),
+]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Where spans are sent, over OTLP.",
+        show_default="OTEL_EXPORTER_OTLP_ENDPOINT, if that is set",
+    ),
+]
 
 
 def serve(
@@ -95,6 +115,10 @@ def serve(
         float | None,
         typer.Option(help="Seconds for running requests after that.", show_default="30"),
     ] = None,
+    merge_window: MergeWindow = None,
+    metrics_port: MetricsPort = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Form of the log.")] = "text",
+    otlp_endpoint: OtlpEndpoint = None,
 ) -> None:
     """Serves pipelines until SIGTERM or Ctrl-C. The first one named is the default."""
     options = {
@@ -103,6 +127,7 @@ def serve(
         "admin_host": admin_host,
         "admin_port": admin_port,
         "health_port": health_port,
+        "metrics_port": metrics_port,
         "insecure": insecure,
         "tls.cert": tls_cert,
         "tls.key": tls_key,
@@ -111,15 +136,18 @@ def serve(
         "max_requests": max_requests,
         "drain_delay": drain_delay,
         "drain_timeout": drain_timeout,
+        "merge_window": merge_window,
     }
-    _run(config, {name: value for name, value in options.items() if value is not None}, pipeline)
+    logs.set_up(log_format)
+    given = {name: value for name, value in options.items() if value is not None}
+    _run(config, given, pipeline, otlp_endpoint)
 
 
-def _run(file: Path | None, options: dict[str, Any], pipelines: list[str]) -> None:
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
+def _run(
+    file: Path | None, options: dict[str, Any], pipelines: list[str], otlp_endpoint: str | None
+) -> None:
     try:
+        flush_spans = otlp.start(otlp_endpoint) if otlp.configured(otlp_endpoint) else _nothing
         settings = load_settings(file, options)
         configs = [load_pipeline(reference) for reference in pipelines]
         for reference, config in zip(pipelines, configs, strict=True):
@@ -127,12 +155,17 @@ def _run(file: Path | None, options: dict[str, Any], pipelines: list[str]) -> No
         _prepare(configs)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, configs))
+            flush_spans()
             # Everything is stopped. A thread of a transform that hangs must not keep the process.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
     except (ConfigError, StartError, EmbeddedModelError, ValueError) as error:
         raise fail(error) from None
+
+
+def _nothing() -> None:
+    """Where no spans are sent, there are none to flush."""
 
 
 def _prepare(configs: list[PipelineConfig]) -> None:
@@ -161,6 +194,9 @@ async def _serve(settings: ServerConfig, configs: list[PipelineConfig]) -> None:
             log.info("AdminService on %s", address(settings.admin_host, server.admin_port))
         if settings.health_port is not None:
             log.info("health alone on %s", address(settings.host, server.health_port))
+        if settings.metrics_port is not None:
+            where = address(settings.host, server.metrics_port)
+            log.info("metrics on http://%s/metrics", where)
         warming, stop = asyncio.create_task(server.warm()), asyncio.create_task(stopping.wait())
         await asyncio.wait((warming, stop), return_when=asyncio.FIRST_COMPLETED)
         if not warming.done():
@@ -177,7 +213,7 @@ async def _serve(settings: ServerConfig, configs: list[PipelineConfig]) -> None:
 
 def _announce(settings: ServerConfig, where: str, configs: list[PipelineConfig]) -> None:
     names = ", ".join(config.name for config in configs)
-    typer.echo(f"Serving {names} on {where}. Try: {_example_call(settings, where, configs[0])}")
+    logs.announce(f"Serving {names} on {where}. Try: {_example_call(settings, where, configs[0])}")
 
 
 def _example_call(settings: ServerConfig, where: str, config: PipelineConfig) -> str:

@@ -46,6 +46,8 @@ class ServerConfig(Frozen):
     health_port: Port | None = None
     """Port on `host` of grpc.health.v1 alone, in plain text and without tokens: kubelet's probes
     speak no TLS. None: health is served with all else only."""
+    metrics_port: Port | None = None
+    """Port on `host` of Prometheus metrics, plain and open to everybody; None: there is none."""
     insecure: bool = False
     """Whether an address that others can reach may be served in plain text."""
     tls: TlsConfig | None = None
@@ -68,6 +70,10 @@ class ServerConfig(Frozen):
     """Of these, bytes of one tenant."""
     queue_bytes: Annotated[int, Field(ge=1 << 16)] = 4 << 20
     """Output that waits for one client before its stages pause."""
+    merge_window: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """How long text waits for more to join it in one message, which saves most of the server's
+    work. The first text of an answer never waits, nothing else does, and an answer's end ends the
+    wait."""
     write_timeout: Seconds = 30.0
     """Longest time that a client may leave an output unread."""
     progress_interval: Seconds = 30.0

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import uvloop
-import zmq.asyncio
+import zmq
 
 from omni_grpc.errors import DeadlineExceeded, InternalError, OmniError, StageError
 from omni_grpc.ipc import (
@@ -366,7 +366,7 @@ def _cancelled_for_real() -> bool:
 async def run_replica(address: str) -> int:
     """Connects, builds the stage that the server names, serves it. Returns the process's exit
     status."""
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     channel: Channel[FromReplica, ToReplica] = Channel.connect(context, address, ToReplica)
     channel.send(Hello(os.getpid()))
     stage: Stage[Any] | None = None

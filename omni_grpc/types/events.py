@@ -74,7 +74,7 @@ class TensorChunk(msgspec.Struct, frozen=True):
 Content = TextDelta | AudioChunk | ImageChunk | VideoChunk | TensorChunk
 
 
-class Output(msgspec.Struct, frozen=True):
+class Output(msgspec.Struct, frozen=True, gc=False):
     """A piece of a final output."""
 
     stage: str

@@ -36,7 +36,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     candidates: tuple[CandidateLogprob, ...] = ()
 
 
-class TextDelta(msgspec.Struct, frozen=True, tag=True):
+class TextDelta(msgspec.Struct, frozen=True, tag=True, gc=False):
     """New text and the tokens that it came from."""
 
     text: str

@@ -49,7 +49,7 @@ class InteractionEvent(msgspec.Struct, frozen=True):
     transition_chunks: int = 3
 
 
-class StageOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+class StageOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One thing that a stage gives: content, progress, the end of one answer or of a segment, or
     usage."""
 

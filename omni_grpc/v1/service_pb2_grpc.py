@@ -141,7 +141,8 @@ class OmniServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """Streams the load: at once, on change, and at least every second. A slow reader gets the newest.
+        """Streams the load: at once, on change (what changes within 20 ms comes together), and at least every second. A slow
+        reader gets the newest next. Ends with OK when the server drains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

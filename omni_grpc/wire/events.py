@@ -8,6 +8,33 @@ from omni_grpc.v1 import common_pb2, output_pb2, service_pb2
 from omni_grpc.wire.values import DATA_TYPE_OUT, ENCODING_OUT, MODALITY_OUT, REASON_OUT
 
 
+class EventEncoder:
+    """One stream's events as they are written. Tokens share a message that is filled anew for each:
+    what `encode` gave holds until it is called again."""
+
+    def __init__(self) -> None:
+        self._response = service_pb2.AddRequestResponse()
+        self._output = self._response.output
+        self._text = self._output.text
+        # An empty delta is still a text: the oneof must be set.
+        self._text.SetInParent()
+
+    def encode(self, numbered: Numbered) -> service_pb2.AddRequestResponse:
+        """An event as it is written."""
+        output = numbered.event
+        if not isinstance(output, t.Output):
+            return encode_event(numbered)
+        delta = output.content
+        if not isinstance(delta, t.TextDelta) or delta.logprobs or delta.prompt_logprobs:
+            return encode_event(numbered)
+        response, message, text = self._response, self._output, self._text
+        response.seq, response.epoch = numbered.seq, numbered.epoch
+        message.stage, message.index, message.segment = output.stage, output.index, output.segment
+        text.text = delta.text
+        text.token_ids[:] = delta.token_ids
+        return response
+
+
 def encode_event(numbered: Numbered) -> service_pb2.AddRequestResponse:
     """An event as it is written."""
     response = service_pb2.AddRequestResponse(seq=numbered.seq, epoch=numbered.epoch)

@@ -138,8 +138,9 @@ def _replica(slot: SlotStatistics) -> info_pb2.ReplicaLoad:
     known: dict[str, Any] = {
         "waiting": own.waiting,
         "running": load.running if load.ready else None,
-        "work_left": own.work_left,
+        "work_left": load.work if load.ready else None,
         "kv_cache_use": own.kv_cache_use,
+        "capacity": slot.capacity if load.ready else None,
         "sample_age_ms": load.sample_age_s * 1e3 if load.sample_age_s is not None else None,
     }
     return info_pb2.ReplicaLoad(

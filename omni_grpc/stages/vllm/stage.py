@@ -18,7 +18,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from omni_grpc import types as t
@@ -26,6 +25,7 @@ from omni_grpc.errors import InvalidField, LoraNotFound, NotSupported, PromptToo
 from omni_grpc.ipc import Feed, StageSpec, Task
 from omni_grpc.stages.base import Inputs, ReplicaDead, Stage, segments
 from omni_grpc.stages.vllm.answer import Submitted, answer, blamed
+from omni_grpc.stages.vllm.load import EngineLoad, WatchedEngine
 from omni_grpc.stages.vllm.media import MediaReader
 from omni_grpc.stages.vllm.outputs import EngineGaveUp, stage_outputs
 from omni_grpc.stages.vllm.params import (
@@ -68,7 +68,7 @@ class VllmStage(Stage[Submitted | Session]):
         arguments = AsyncEngineArgs(
             model=self.spec.model, disable_log_stats=True, **self._arguments
         )
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        self._engine = WatchedEngine.make(arguments)
         await self._engine.collective_rpc("follow_session_seeds")
         config = self._engine.vllm_config
         self._context: int = config.model_config.max_model_len
@@ -325,8 +325,8 @@ class VllmStage(Stage[Submitted | Session]):
     def statistics(self) -> t.StageStatistics:
         if self._pulse.stopped:
             raise ReplicaDead("the engine core is gone, or stands still")
-        # The work that is left is the server's to count: it sees every token that leaves.
-        return t.StageStatistics(counters=self._counters())
+        load: EngineLoad = self._engine.load
+        return load.statistics(self._engine, self._counters())
 
     def _counters(self) -> dict[str, int]:
         """How often a prompt's medium was known here already."""

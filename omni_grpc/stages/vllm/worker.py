@@ -18,7 +18,11 @@ class SessionWorker:
         segment's parameters over but this one: a session keeps the generator that its first segment
         began with (`GPUModelRunner._update_streaming_request`)."""
         runner = self.model_runner
-        update = runner._update_streaming_request
+        update = getattr(runner, "_update_streaming_request", None)
+        if update is None:
+            # vLLM's second model runner (`VLLM_USE_V2_MODEL_RUNNER`) takes a segment as a request
+            # of its own, seed included.
+            return
 
         def update_and_seed(req_id: str, new_req_data: Any) -> Any:
             state, params = update(req_id, new_req_data), new_req_data.sampling_params
