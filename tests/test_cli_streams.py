@@ -218,6 +218,31 @@ async def test_load_goes_on_as_it_changes() -> None:
         assert (result.code, result.out.count("capacity")) == (0, 3)
 
 
+async def test_load_is_watched_until_ctrl_c(echo_server: Server, target: str) -> None:
+    async with started("load", "--watch", "--json", "--target", target) as watching:
+        assert watching.stdout is not None
+        assert await running_on(watching.stdout) == 0
+        async with started("generate", "x", *SLOW, "--target", target) as busy:
+            async with asyncio.timeout(15):
+                while await running_on(watching.stdout) != 1:
+                    pass
+            busy.send_signal(signal.SIGINT)
+            await busy.wait()
+        watching.send_signal(signal.SIGINT)
+        _, err = await asyncio.wait_for(watching.communicate(), 10)
+    assert watching.returncode == 130
+    assert err.decode().strip() == "omni-grpc: interrupted"
+
+
+async def running_on(lines: asyncio.StreamReader) -> int:
+    """What the stage `text` runs at the next moment."""
+    while True:
+        stage = json.loads(await asyncio.wait_for(lines.readline(), 10))
+        if stage["stage"] == "text":
+            running: int = stage["replicas"][0]["running"]
+            return running
+
+
 @pytest.mark.parametrize("kind", ["bash", "zsh", "fish"])
 async def test_shells_complete(kind: str) -> None:
     result = await omni("--show-completion", kind)
