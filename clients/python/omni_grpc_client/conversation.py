@@ -96,8 +96,9 @@ class Conversation:
         `format` is for sound as bytes (None: 16-bit PCM at 16 kHz, one channel) and must be the
         same in all turns. `stage_params` hold for this turn. Breaking out leaves the answer where
         it is; it is skipped when the next turn begins. What was refused of a turn raises its
-        OmniCallError, and the conversation goes on. Raises what the session raises when it
-        ends, and CancelledCallError when it has ended."""
+        OmniCallError, and the conversation goes on. Where pieces' own iteration raises, what was
+        sent of them stays, and the next turn goes on with it. Raises what the session raises when
+        it ends, and CancelledCallError when it has ended."""
         if self._over:
             raise CancelledCallError("CANCELLED", "the conversation is over")
         segment, earlier = self._turns, self._interrupts - self._heard_interrupts
