@@ -247,7 +247,7 @@ async def test_a_server_that_is_not_there(command: list[str]) -> None:
     result = await omni(*command, "--target", "127.0.0.1:1")
     assert result.code == 4
     assert result.err.startswith("omni-grpc: UNAVAILABLE: ")
-    assert "nothing serves at 127.0.0.1:1: is it running? Try: omni-grpc serve" in result.err
+    assert "no server at 127.0.0.1:1: start one with `omni-grpc serve`" in result.err
 
 
 # ---------------------------------------------------------------- describe, check, version

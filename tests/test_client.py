@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
+import re
 import subprocess
 import sys
 import sysconfig
+import venv
 import wave
 import zipfile
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import grpc
 import numpy as np
 import pytest
 import soundfile
+from packaging.requirements import Requirement
 from PIL import Image
 
 import omni_grpc_client
@@ -423,34 +427,64 @@ def test_unknown_encoding_makes_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_wheel_runs_without_the_server(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    built = subprocess.run(
-        [*build, "--wheel-dir", str(tmp_path), str(ROOT / "clients/python")],
-        capture_output=True,
-        text=True,
-        timeout=25,
+def installed(command: list[str | Path]) -> None:
+    """Runs pip; it must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=25)
+    assert done.returncode == 0, done.stderr
+
+
+def clean_environment(folder: Path) -> Path:
+    """The interpreter of an environment that holds the client's wheel, what this says that it
+    needs, and nothing else."""
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--quiet"]
+    options: list[str | Path] = ["--no-deps", "--no-build-isolation", "-w", folder]
+    installed([*pip, "wheel", *options, ROOT / "clients/python"])
+    [wheel] = folder.glob("*.whl")
+    venv.create(folder / "clean", with_pip=False)
+    python = folder / "clean/bin/python"
+    installed([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel])
+    [site] = (folder / "clean").glob("lib/python*/site-packages")
+    for name in [*requires(wheel), "typing-extensions"]:
+        for top in {path.parts[0] for path in distribution(name).files or ()} - {"..", "."}:
+            # Several of them share the folder `google`.
+            with suppress(FileExistsError):
+                (site / top).symlink_to(Path(sysconfig.get_path("purelib")) / top)
+    return python
+
+
+async def test_the_wheel_runs_without_the_server(echo_server: Server, tmp_path: Path) -> None:
+    python = await asyncio.to_thread(clean_environment, tmp_path)
+    code = (
+        "import omni_grpc, sys; from omni_grpc_client import *; "
+        f"client = OmniSyncClient('127.0.0.1:{echo_server.port}').__enter__(); "
+        "print(client.generate('hello').text, omni_grpc.__file__); client.close(); "
+        "print({'pydantic', 'rich', 'typer', 'numpy'} & set(sys.modules))"
     )
-    assert built.returncode == 0, built.stderr
+    process = await asyncio.create_subprocess_exec(
+        python, "-I", "-c", code, cwd=tmp_path, stdout=PIPE, stderr=PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 20)
+    assert (process.returncode, out, err) == (0, b"hello None\nset()\n", b"")
+    await freed(echo_server)
+
+
+def test_the_wheel_holds_the_stubs_and_types_and_needs_little(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-deps", "--no-build-isolation"]
+    installed([*build, "-w", tmp_path, ROOT / "clients/python"])
     [wheel] = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"omni_grpc/v1/service_pb2_grpc.py", "omni_grpc_client/py.typed"} <= names
     assert "omni_grpc/__init__.py" not in names, "the server's package has that"
     assert not [name for name in names if "__pycache__" in name or name.startswith("hatch")]
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    # Without `site` the editable install of the server is out of reach.
-    path = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_path("purelib")])
-    code = "import omni_grpc, omni_grpc_client as c; print(omni_grpc.__file__, c.__file__)"
-    ran = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        env={"PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["None", str(tmp_path / "site/omni_grpc_client/__init__.py")]
+    assert requires(wheel) == ["googleapis-common-protos", "grpcio", "protobuf"]
+
+
+def requires(wheel: Path) -> list[str]:
+    """The packages that a wheel says that it needs."""
+    [name] = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    text = zipfile.ZipFile(wheel).read(name).decode()
+    found = re.findall(r"^Requires-Dist: (.*)$", text, re.MULTILINE)
+    return sorted(Requirement(one).name for one in found)
 
 
 def test_all_exports_exist() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pty
 import signal
@@ -142,6 +143,19 @@ async def test_what_is_typed_is_in_the_film(target: str, tmp_path: Path) -> None
     assert said[-1] == f"wrote {out} · 48 frames"
 
 
+async def test_a_film_in_json(target: str, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "film.mp4"))
+    arguments = ("live", RED, *out, "--frames", "24", "--json", "-q", "--target", target)
+    result = await omni(*arguments, stdin=f"draw me a ball\n{BLUE}\n")
+    assert (result.code, result.err) == (0, "")
+    records = [json.loads(line) for line in result.out.splitlines()]
+    assert (records[0]["event"], records[-1]["event"]) == ("Accepted", "Finished")
+    changes = [one for one in records if one["event"] == "EventChanged"]
+    assert [one["error"]["code"] for one in changes if one["error"]] == ["INVALID_ARGUMENT"]
+    assert sum(one["frame_count"] for one in records if one["event"] == "VideoChunk") == 24
+    assert (await omni("live", "--json", "--target", target)).code == 2
+
+
 async def test_ctrl_c_ends_a_film_without_an_end(
     target: str, server: Server, tmp_path: Path
 ) -> None:
@@ -186,7 +200,7 @@ async def test_a_film_on_a_terminal_is_drawn_and_takes_prompts(target: str) -> N
         (("--out", "OUT", "--pipeline", "echo"), 2, "no film that can be steered"),
         (("a ball", "--out", "OUT"), 2, "prompt.text"),
         (("--out", "OUT", "--set", "painter.fps=900"), 2, "stage_params[0].diffusion.fps"),
-        (("--out", "OUT", "--target", "127.0.0.1:1", "--timeout", "5"), 4, "is it running?"),
+        (("--out", "OUT", "--target", "127.0.0.1:1", "--timeout", "5"), 4, "start one with"),
     ],
 )
 async def test_what_goes_wrong_is_said(

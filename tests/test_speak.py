@@ -161,7 +161,7 @@ async def test_who_types_may_think(target: str, tmp_path: Path) -> None:
         (("--out", "OUT", "--pipeline", "read"), "this is bad\n", 2, "chunk.prompt.text"),
         (("--out", "OUT", "--set", "text.fail_at=0"), "x\n", 1, "STAGE_ERROR"),
         (("--out", "nowhere/x.wav"), "x", 2, "cannot write there"),
-        (("--out", "OUT", "--target", "127.0.0.1:1", "--timeout", "5"), "x", 4, "is it running?"),
+        (("--out", "OUT", "--target", "127.0.0.1:1", "--timeout", "5"), "x", 4, "start one with"),
     ],
 )
 async def test_what_goes_wrong_is_said(

@@ -327,3 +327,34 @@ async def test_a_server_that_is_gone(client: OmniClient, echo_server: Server) ->
             with pytest.raises(Exception, match="UNAVAILABLE"):
                 await feeder.send("x")
         assert in_flight(echo_server) == 1
+
+
+# ---------------------------------------------------------------- pods
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_calls_about_a_request_follow_its_pod_where_told(
+    echo_server: Server, told: bool
+) -> None:
+    names: list[str] = []
+    async with relay(echo_server.port) as path:
+
+        def pod(name: str) -> str:
+            names.append(name)
+            return f"127.0.0.1:{path.port}"
+
+        target = f"127.0.0.1:{echo_server.port}"
+        async with OmniClient(target, pods=pod if told else None) as client:
+            await client.generate("x")
+            assert not path._tasks, "only what is about a request that runs follows it"
+            async with client.open(output_modalities=["text"]) as request:
+                await request.send("hello")
+                await request.finish()
+                assert text_of(await rest(request)) == "hello"
+            assert bool(path._tasks) is told
+            async with client.interact(resumable=True) as session:
+                async with client.attach(session.request_id):
+                    pass
+                await client.abort(session.request_id)
+        assert set(names) == ({echo_server.pod} if told else set())
+    await freed(echo_server)

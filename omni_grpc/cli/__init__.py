@@ -1,4 +1,4 @@
-"""The command line: serve · generate · speak · live · describe · check · prepare · token.
+"""The command line: serve · generate · speak · live · describe · load · check · prepare · token.
 
 The commands that call a server know nothing but `omni_grpc_client`."""
 
@@ -13,9 +13,11 @@ from omni_grpc.cli.describe import describe
 from omni_grpc.cli.failure import EXIT_CODES
 from omni_grpc.cli.generate import EPILOG, generate
 from omni_grpc.cli.live import LIVE_EPILOG, live
+from omni_grpc.cli.load import load
 from omni_grpc.cli.pipelines import check, prepare_command
 from omni_grpc.cli.serve import serve
 from omni_grpc.cli.speak import SPEAK_EPILOG, speak
+from omni_grpc.cli.streams import prepare_streams
 from omni_grpc.cli.token import token
 
 app = typer.Typer(
@@ -30,6 +32,7 @@ app.command(epilog=EPILOG)(generate)
 app.command(epilog=SPEAK_EPILOG)(speak)
 app.command(epilog=LIVE_EPILOG)(live)
 app.command(epilog=EXIT_CODES)(describe)
+app.command(epilog=EXIT_CODES)(load)
 app.command()(check)
 app.command(name="prepare")(prepare_command)
 app.command()(token)
@@ -47,4 +50,5 @@ def root(
 
 def main() -> None:
     """Entry point of the console script."""
+    prepare_streams()
     app()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,36 +49,18 @@ def call_server(connection: Connection, work: Callable[[OmniClient], Awaitable[T
             "install it: pip install omni-grpc-client (in the repository: clients/python)",
         ) from None
 
-    try:
-        unconnected = client.OmniClient(
-            connection.target,
-            credentials=client.tls_credentials(
-                connection.tls_ca, connection.tls_cert, connection.tls_key
-            )
-            if connection.secure
-            else None,
-            token=connection.token,
-            insecure_token=connection.insecure,
-        )
-    except client.InsecureTokenError as error:
-        hint = "use TLS (--tls, --tls-ca), or --insecure where the network between is trusted"
-        raise fail(error, ExitCode.INVALID, hint) from None
-    except (OSError, ValueError) as error:
-        raise fail(error) from None
-
     async def run() -> T:
         async with unconnected as connected:
             return await work(connected)
 
+    unconnected = _client(connection)
     try:
         return asyncio.run(run())
     except client.OmniCallError as error:
         raise call_failed(error, connection.target) from None
-    except client.ProtocolError as error:
+    except client.OmniClientError as error:
         hint = "is that an omni-grpc server of this version?"
-        raise fail(
-            f"{connection.target} broke the protocol: {error}", ExitCode.OTHER, hint
-        ) from None
+        raise fail(f"{connection.target}: {error}", ExitCode.OTHER, hint) from None
     except CommandError as error:
         raise fail(error, error.code, error.hint) from None
     except BrokenPipeError:
@@ -88,6 +71,30 @@ def call_server(connection: Connection, work: Callable[[OmniClient], Awaitable[T
     except KeyboardInterrupt:
         typer.echo("\nomni-grpc: interrupted", err=True)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
+
+
+def _client(connection: Connection) -> OmniClient:
+    """The client that the options describe; what is wrong with them ends the command."""
+    import omni_grpc_client as client
+
+    target = connection.target.strip()
+    if not target or target.startswith(("http://", "https://")):
+        hint = "localhost:50051, for instance; with TLS: --tls"
+        raise fail(f"--target {connection.target!r}: is not HOST:PORT", ExitCode.INVALID, hint)
+    files = (connection.tls_ca, connection.tls_cert, connection.tls_key)
+    try:
+        return client.OmniClient(
+            target,
+            credentials=client.tls_credentials(*files) if connection.secure else None,
+            token=connection.token,
+            insecure_token=connection.insecure,
+            retry=client.RetryPolicy(max_attempts=connection.retries + 1, total=math.inf),
+        )
+    except client.InsecureTokenError as error:
+        hint = "use TLS (--tls, --tls-ca), or --insecure where the network between is trusted"
+        raise fail(error, ExitCode.INVALID, hint) from None
+    except (OSError, ValueError) as error:
+        raise fail(error) from None
 
 
 def call_failed(error: OmniCallError, target: str) -> typer.Exit:
@@ -107,7 +114,7 @@ def _hint(error: OmniCallError, target: str) -> str:
     match error.code, error.reason:
         case "UNAVAILABLE", "":
             return (
-                f"nothing serves at {target}: is it running? Try: omni-grpc serve "
+                f"no server at {target}: start one with `omni-grpc serve` "
                 "(and where it has TLS, give --tls-ca here)"
             )
         case "NOT_FOUND", "PIPELINE_NOT_FOUND":
@@ -116,6 +123,8 @@ def _hint(error: OmniCallError, target: str) -> str:
             return "give a longer --timeout, within the limit that omni-grpc describe shows"
         case "ALREADY_EXISTS", _:
             return "choose another --request-id, or leave it out"
+        case "UNIMPLEMENTED", "":
+            return f"{target} serves something else, or an older release of omni-grpc"
         case "UNAUTHENTICATED", _:
             return f"give a token: --token, or the environment's {TOKEN_VARIABLE}"
         case "INTERNAL", _ if error.request_id:

@@ -26,6 +26,7 @@ class Connection:
     tls_key: Path | None = None
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
+    retries: int = 0
 
     @property
     def secure(self) -> bool:
@@ -55,9 +56,17 @@ def options(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Send the token to another machine without TLS.")
     ] = False,
+    retries: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tries again so often, where the server is not reached or says that it helps; "
+            "only before anything came.",
+        ),
+    ] = 0,
 ) -> Connection:
     """The connection that these options describe."""
-    return Connection(target, tls, tls_ca, tls_cert, tls_key, token, insecure)
+    return Connection(target, tls, tls_ca, tls_cert, tls_key, token, insecure, retries)
 
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:

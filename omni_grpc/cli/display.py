@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +19,9 @@ from omni_grpc_client import (
     Event,
     Finished,
     ImageChunk,
+    OmniCallError,
     Progress,
+    SessionItem,
     TextDelta,
     VideoChunk,
 )
@@ -29,6 +32,7 @@ class Display:
 
     def __init__(self, *, json: bool, quiet: bool) -> None:
         self._json = json
+        self._records = Records(shown=json)
         self._quiet = quiet
         self._bars = Bars(shown=not quiet and not json)
         self._summary = Summary()
@@ -45,12 +49,13 @@ class Display:
     ) -> None:
         self._bars.stop()
         self._end_line()
+        self._records.__exit__(kind, error, trace)
 
     def show(self, event: Event) -> None:
         """Shows an event."""
         self._summary.count(event)
         if self._json:
-            self._print(json.dumps(event_record(event), ensure_ascii=False) + "\n")
+            self._records.show(event)
             return
         match event:
             case TextDelta(text=text, index=0) if text:
@@ -159,16 +164,49 @@ class Summary:
         return " · ".join(parts)
 
 
-def event_record(event: Event) -> dict[str, Any]:
-    """An event for JSON: its kind, its fields, and of bytes the size only."""
-    return {"event": type(event).__name__, **_record(dataclasses.asdict(event))}
+class Records:
+    """What comes as JSON on stdout, an object per line; the last is the error that ended it, if one
+    did."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, OmniCallError):
+            self._print({"event": "Error", **_plain(error)})
+
+    def show(self, item: SessionItem) -> None:
+        """Shows an event, or what a session says beside them."""
+        self._print({"event": type(item).__name__, **_plain(item)})
+
+    def _print(self, record: dict[str, Any]) -> None:
+        if self._shown:
+            sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+            sys.stdout.flush()
 
 
-def _record(values: dict[str, Any]) -> dict[str, Any]:
-    record: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, bytes):
-            record[f"{name}_bytes"] = len(value)
-        else:
-            record[name] = _record(value) if isinstance(value, dict) else value
-    return record
+ERROR_FIELDS = ("code", "reason", "message", "violations", "retry_after", "request_id", "pod")
+
+
+def _plain(value: Any) -> Any:
+    """A value for JSON: of bytes the size only, in the name of their field."""
+    if isinstance(value, OmniCallError):
+        return {name: _plain(getattr(value, name)) for name in ERROR_FIELDS}
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {
+            f"{name}_bytes" if isinstance(one, bytes) else name: _plain(one)
+            for name, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return len(value) if isinstance(value, bytes) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +13,7 @@ import typer
 from omni_grpc.cli.call import call_server
 from omni_grpc.cli.connection import Connection, with_connection
 from omni_grpc.cli.failure import EXIT_CODES, fail
+from omni_grpc.cli.streams import argument, read_text
 
 if TYPE_CHECKING:
     from omni_grpc_client import OmniClient
@@ -66,6 +66,9 @@ Settings = Annotated[
     ),
 ]
 
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON object per event; of bytes the size only.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Neither progress nor summary.")]
 
 
@@ -119,9 +122,7 @@ def generate(
     timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds for the whole call.")
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per event; of bytes the size only.")
-    ] = False,
+    json: Json = False,
     quiet: Quiet = False,
     *,
     connection: Connection,
@@ -134,16 +135,16 @@ def generate(
         raise fail("there is no prompt, and neither --audio nor --image in its place")
     wish = Wish(
         # The line's end is the shell's, not the prompt's.
-        sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt or "",
-        system,
-        pipeline,
+        read_text().removesuffix("\n") if prompt == "-" else argument(prompt or "", "the prompt"),
+        None if system is None else argument(system, "--system"),
+        argument(pipeline, "--pipeline"),
         tuple(modality or ()),
         tuple(out or ()),
         max_tokens,
         temperature,
         seed,
-        tuple(settings or ()),
-        request_id,
+        tuple(argument(setting, "--set") for setting in settings or ()),
+        argument(request_id, "--request-id"),
         timeout,
         tuple(media),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +16,11 @@ import typer
 from omni_grpc.cli.call import CommandError, call_server
 from omni_grpc.cli.connection import Connection, with_connection
 from omni_grpc.cli.failure import EXIT_CODES, ExitCode, fail
-from omni_grpc.cli.generate import Settings, Wish
-from omni_grpc.cli.speak import read_stdin
+from omni_grpc.cli.generate import Json, Settings, Wish
+from omni_grpc.cli.streams import argument, typed
 
 if TYPE_CHECKING:
+    from omni_grpc.cli.display import Records
     from omni_grpc_client import (
         EventChanged,
         Interaction,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         Params,
         PipelineInfo,
         ServerInfo,
+        SessionItem,
         VideoChunk,
     )
 
@@ -63,6 +65,7 @@ class Film:
     out: Path | None
     frames: int | None
     transition: int | None
+    json: bool
     quiet: bool
 
 
@@ -86,6 +89,7 @@ def live(
     timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds for the whole call.")
     ] = None,
+    json: Json = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Neither events nor summary.")
     ] = False,
@@ -94,19 +98,23 @@ def live(
 ) -> None:
     """Shows a film while it is made, or writes it to a file. Every line that is typed changes what
     it shows."""
+    if out is None and json:
+        raise fail("--json needs --out: the film takes the terminal")
     if out is None and not sys.stdout.isatty():
         raise fail("stdout is no terminal: name a file with --out film.mp4")
     if out is not None and (out.suffix.lower() != ".mp4" or out.is_dir()):
         raise fail(f"--out {out}: must be a .mp4 file")
-    wish = Wish(
-        prompt, None, pipeline, ("video",), (), None, None, seed, tuple(settings or ()), "", timeout
-    )
-    film = Film(prompt, out, frames, transition, quiet)
+    prompt, pipeline = argument(prompt, "the prompt"), argument(pipeline, "--pipeline")
+    values = tuple(argument(setting, "--set") for setting in settings or ())
+    wish = Wish(prompt, None, pipeline, ("video",), (), None, None, seed, values, "", timeout)
+    film = Film(prompt, out, frames, transition, json, quiet)
     call_server(connection, lambda client: run(client, wish, film))
 
 
 async def run(client: OmniClient, wish: Wish, film: Film) -> None:
     """Opens the session, and shows what comes until the film ends."""
+    from omni_grpc.cli.display import Records
+
     info = choose(await client.server_info(timeout=wish.timeout), wish.pipeline)
     async with client.interact(
         film.prompt,
@@ -115,10 +123,16 @@ async def run(client: OmniClient, wish: Wish, film: Film) -> None:
         output_modalities=["video"],
         timeout=wish.timeout,
     ) as session:
-        with picture(film, await fps_of(session)) as shown, ended_by_ctrl_c(session):
+        accepted = await anext(session)
+        with (
+            Records(shown=film.json) as records,
+            picture(film, fps_of(accepted)) as shown,
+            ended_by_ctrl_c(session),
+        ):
+            records.show(accepted)
             typing = asyncio.create_task(steer(session, film.transition))
             try:
-                frames = await watch(session, shown)
+                frames = await watch(session, shown, records)
             finally:
                 typing.cancel()
                 await asyncio.gather(typing, return_exceptions=True)
@@ -126,21 +140,21 @@ async def run(client: OmniClient, wish: Wish, film: Film) -> None:
         typer.echo(f"wrote {film.out} · {frames} frames", err=True)
 
 
-async def fps_of(session: Interaction) -> float:
+def fps_of(accepted: SessionItem) -> float:
     """The rate of the session's film, which its first event tells."""
     from omni_grpc_client import Accepted, VideoFormat
 
-    accepted = await anext(session)
     formats = [o.format for o in accepted.outputs] if isinstance(accepted, Accepted) else []
     return next((f.fps for f in formats if isinstance(f, VideoFormat) and f.fps), DEFAULT_FPS)
 
 
-async def watch(session: Interaction, shown: Picture) -> int:
+async def watch(session: Interaction, shown: Picture, records: Records) -> int:
     """Shows a session to its end; how many frames there were."""
     from omni_grpc_client import EventChanged, EventState, VideoChunk
 
     frames = 0
     async for item in session:
+        records.show(item)
         match item:
             case VideoChunk():
                 frames += item.frame_count
@@ -161,20 +175,21 @@ def told(change: EventChanged) -> str:
 async def steer(session: Interaction, transition: int | None) -> None:
     """Every line that is typed is an event."""
     number = 0
-    async with aclosing(lines(read_stdin())) as typed:
-        async for line in typed:
+    async with aclosing(lines(typed())) as prompts:
+        async for line in prompts:
             number += 1
             await session.event(line, transition_chunks=transition, event_id=f"prompt {number}")
 
 
-async def lines(texts: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+async def lines(texts: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The lines of text that comes in pieces, without blank ones."""
     rest = ""
-    async for text in texts:
-        *whole, rest = (rest + text).split("\n")
-        for line in whole:
-            if line.strip():
-                yield line.strip()
+    async with aclosing(texts):
+        async for text in texts:
+            *whole, rest = (rest + text).split("\n")
+            for line in whole:
+                if line.strip():
+                    yield line.strip()
     if rest.strip():
         yield rest.strip()
 
@@ -228,7 +243,7 @@ def film_params(info: PipelineInfo, wish: Wish, film: Film) -> dict[str, Params]
 
 def choose(info: ServerInfo, name: str) -> PipelineInfo:
     """The pipeline of that name, or else one whose film can be steered. Raises CommandError."""
-    able = [p for p in info.pipelines if all(p.capabilities.get(need) for need in NEEDED)]
+    able = [p for p in info.pipelines if p.can(*NEEDED)]
     if name:
         found = info.pipeline(name)
         if found is None:

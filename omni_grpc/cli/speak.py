@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
-import os
 import sys
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
@@ -17,16 +14,14 @@ import typer
 from omni_grpc.cli.call import CommandError, call_server
 from omni_grpc.cli.connection import Connection, with_connection
 from omni_grpc.cli.failure import EXIT_CODES, ExitCode, fail
-from omni_grpc.cli.generate import Settings, Wish
+from omni_grpc.cli.generate import Json, Quiet, Settings, Wish
+from omni_grpc.cli.streams import argument, typed
 
 if TYPE_CHECKING:
     from omni_grpc.cli.display import Display
     from omni_grpc_client import OmniClient, PipelineInfo, ServerInfo, StreamedRequest, WavWriter
 
 PREFERRED = "smol-speak"
-READ_BYTES = 1 << 16
-READ_AHEAD = 8
-"""Reads that may wait for the server."""
 
 SPEAK_EPILOG = f"""Examples:
 
@@ -49,7 +44,8 @@ def speak(
     timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds for the whole call.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
     *,
     connection: Connection,
 ) -> None:
@@ -59,20 +55,22 @@ def speak(
     A summary goes to stderr. Ctrl-C aborts the request on the server."""
     if str(out) != "-" and (out.suffix.lower() != ".wav" or out.is_dir()):
         raise fail(f"--out {out}: must be a .wav file, or - for stdout")
-    wish = Wish(
-        "", None, pipeline, ("audio",), (out,), None, None, None, tuple(settings or ()), "", timeout
-    )
-    call_server(connection, lambda client: run(client, wish, out, quiet=quiet))
+    if json and str(out) == "-":
+        raise fail("--json and --out -: stdout is for one of them")
+    pipeline = argument(pipeline, "--pipeline")
+    values = tuple(argument(setting, "--set") for setting in settings or ())
+    wish = Wish("", None, pipeline, ("audio",), (out,), None, None, None, values, "", timeout)
+    call_server(connection, lambda client: run(client, wish, out, json=json, quiet=quiet))
 
 
-async def run(client: OmniClient, wish: Wish, out: Path, *, quiet: bool) -> None:
+async def run(client: OmniClient, wish: Wish, out: Path, *, json: bool, quiet: bool) -> None:
     """Feeds stdin and writes sound, both at once."""
     from omni_grpc.cli.display import Display
     from omni_grpc.cli.plan import stage_params
 
     info = choose(await client.server_info(timeout=wish.timeout), wish.pipeline)
     params = stage_params(info, wish)
-    with Display(json=False, quiet=quiet) as display:
+    with Display(json=json, quiet=quiet) as display:
         async with client.open(
             pipeline=info.name,
             stage_params=params,
@@ -125,7 +123,7 @@ def choose(info: ServerInfo, name: str) -> PipelineInfo:
             ExitCode.NOT_FOUND,
         )
     needed = ("resumable", "prompt.text", "output.audio")
-    able = [p for p in info.pipelines if all(p.capabilities.get(need) for need in needed)]
+    able = [p for p in info.pipelines if p.can(*needed)]
     if not able:
         raise CommandError(
             "no pipeline here speaks text that streams", f"try: omni-grpc serve {PREFERRED}"
@@ -143,54 +141,17 @@ def _answers(pipeline: PipelineInfo) -> bool:
 async def feed(request: StreamedRequest, patience: float) -> None:
     """Feeds stdin, line by line a segment. Says that it is still there where nothing comes for
     `patience` seconds: who types may think."""
+    from omni_grpc_client.pump import with_signs
+
     open_line = False
-    async for text in _with_signs(read_stdin(), patience):
-        for line in text.splitlines(keepends=True) or [""]:
-            open_line = open_line or bool(line.strip())
-            ends = open_line and line.endswith("\n")
-            await request.send(line, end_of_segment=ends)
-            open_line = open_line and not ends
+    async with aclosing(with_signs(typed(), patience)) as texts:
+        async for text in texts:
+            for line in text.splitlines(keepends=True) or [""]:
+                open_line = open_line or bool(line.strip())
+                ends = open_line and line.endswith("\n")
+                await request.send(line, end_of_segment=ends)
+                open_line = open_line and not ends
     await request.finish()
-
-
-async def _with_signs(texts: AsyncIterator[str], patience: float) -> AsyncIterator[str]:
-    """The texts, with "" where none came for `patience` seconds."""
-    coming = asyncio.ensure_future(anext(texts, None))
-    try:
-        while True:
-            done, _ = await asyncio.wait([coming], timeout=patience)
-            if not done:
-                yield ""
-            elif (text := coming.result()) is None:
-                return
-            else:
-                yield text
-                coming = asyncio.ensure_future(anext(texts, None))
-    finally:
-        coming.cancel()
-
-
-async def read_stdin() -> AsyncIterator[str]:
-    """Standard input as it arrives, whatever it is: terminal, pipe or file."""
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[bytes](READ_AHEAD)
-
-    def read() -> None:
-        data = b"more"
-        while data:
-            data = os.read(0, READ_BYTES)
-            try:
-                asyncio.run_coroutine_threadsafe(queue.put(data), loop).result()
-            except (RuntimeError, asyncio.CancelledError):
-                return  # The loop is closed: nobody listens.
-
-    # A daemon: a read of a terminal cannot be interrupted, and must not keep the command alive.
-    threading.Thread(target=read, name="stdin", daemon=True).start()
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    while data := await queue.get():
-        if text := decoder.decode(data):
-            yield text
-    if text := decoder.decode(b"", final=True):
-        yield text
 
 
 # ---------------------------------------------------------------- the file

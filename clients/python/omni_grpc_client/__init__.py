@@ -1,10 +1,11 @@
-"""Typed asyncio client of omni-grpc. See README.md, and `OmniClient`."""
+"""Typed client of omni-grpc. See README.md, and `OmniClient` or `OmniSyncClient`."""
 
 from omni_grpc.v1.params_pb2 import CodecParams, DiffusionParams, SamplingParams
 from omni_grpc.v1.prompt_pb2 import Media, Message, MessagePart, Messages, Prompt, TokenIds
 from omni_grpc.v1.service_pb2 import AddRequestRequest
 from omni_grpc_client.answer import Answer, AnswerBuilder
 from omni_grpc_client.client import AbortOutcome, OmniClient
+from omni_grpc_client.conversation import Conversation, Turn
 from omni_grpc_client.credentials import InsecureTokenError, tls_credentials
 from omni_grpc_client.errors import (
     AbortedError,
@@ -14,6 +15,7 @@ from omni_grpc_client.errors import (
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
+    MissingOutputError,
     NotFoundError,
     OmniCallError,
     OmniClientError,
@@ -23,6 +25,7 @@ from omni_grpc_client.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnimplementedError,
+    UnservedError,
     Violation,
 )
 from omni_grpc_client.events import (
@@ -45,6 +48,7 @@ from omni_grpc_client.events import (
     VideoChunk,
 )
 from omni_grpc_client.feed import Feeder, FeedSummary, StreamedRequest
+from omni_grpc_client.film import VideoWriter
 from omni_grpc_client.info import (
     PipelineInfo,
     ReplicaLoad,
@@ -75,7 +79,15 @@ from omni_grpc_client.notices import (
     UpdateRejected,
 )
 from omni_grpc_client.request import Params, ParamsKind, PromptLike, make_media, make_params
-from omni_grpc_client.wav import WavWriter
+from omni_grpc_client.retry import RetryPolicy
+from omni_grpc_client.sync import (
+    OmniSyncClient,
+    SyncConversation,
+    SyncFeeder,
+    SyncInteraction,
+    SyncStreamedRequest,
+)
+from omni_grpc_client.wav import WavWriter, read_wav
 
 __version__ = "0.1.0"
 
@@ -94,6 +106,7 @@ __all__ = [
     "CancelledCallError",
     "CandidateLogprob",
     "CodecParams",
+    "Conversation",
     "DeadlineExceededError",
     "DiffusionParams",
     "Event",
@@ -117,12 +130,14 @@ __all__ = [
     "Message",
     "MessagePart",
     "Messages",
+    "MissingOutputError",
     "Modality",
     "NotFoundError",
     "Notice",
     "OmniCallError",
     "OmniClient",
     "OmniClientError",
+    "OmniSyncClient",
     "Output",
     "OutputFormat",
     "Params",
@@ -135,6 +150,7 @@ __all__ = [
     "ProtocolError",
     "ReplicaLoad",
     "ResourceExhaustedError",
+    "RetryPolicy",
     "SamplingParams",
     "SegmentEnd",
     "ServerInfo",
@@ -144,23 +160,31 @@ __all__ = [
     "StageInfo",
     "StageLoad",
     "StreamedRequest",
+    "SyncConversation",
+    "SyncFeeder",
+    "SyncInteraction",
+    "SyncStreamedRequest",
     "Tensor",
     "TensorChunk",
     "TextDelta",
     "Timings",
     "TokenIds",
     "TokenLogprobs",
+    "Turn",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
+    "UnservedError",
     "UpdateRejected",
     "Usage",
     "Video",
     "VideoChunk",
     "VideoFormat",
+    "VideoWriter",
     "Violation",
     "WavWriter",
     "make_media",
     "make_params",
+    "read_wav",
     "tls_credentials",
 ]

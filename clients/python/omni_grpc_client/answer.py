@@ -69,15 +69,14 @@ class Parts:
         return Image(b"".join(self._open.pop(key)), part.mime_type, part.width, part.height)
 
 
-class AnswerBuilder:
-    """Collects events in the order in which they came; `build` after the last."""
+class Outputs:
+    """Collects the outputs among events, in the order in which they came. What can be had at any
+    time is what came until then; `formats` are those that `accepted` tells."""
 
-    def __init__(self) -> None:
-        self._accepted: Accepted | None = None
-        self._finished: Finished | None = None
+    def __init__(self, formats: tuple[OutputFormat, ...] = ()) -> None:
         self._texts: defaultdict[int, list[str]] = defaultdict(list)
         self._audio: list[bytes] = []
-        self._audio_format: AudioFormat | None = None
+        self._audio_format = audio_format(formats)
         self._parts = Parts()
         self._images: list[Image] = []
         self._video: list[VideoChunk] = []
@@ -86,9 +85,6 @@ class AnswerBuilder:
     def add(self, event: Event) -> None:
         """Takes the next event."""
         match event:
-            case Accepted():
-                self._accepted = event
-                self._audio_format = audio_format(event.outputs)
             case TextDelta():
                 self._texts[event.index].append(event.text)
             case AudioChunk():
@@ -101,29 +97,70 @@ class AnswerBuilder:
                 self._video.append(event)
             case TensorChunk():
                 self._tensors[event.name].append(event)
-            case Finished():
-                self._finished = event
 
-    def build(self) -> Answer:
-        """The answer. Raises ValueError before `finished` has come."""
-        if self._accepted is None or self._finished is None:
-            raise ValueError("the request has not finished")
-        return Answer(
-            self._accepted,
-            self._finished,
-            tuple("".join(self._texts[index]) for index in sorted(self._texts)),
-            Audio(b"".join(self._audio), self._audio_format) if self._audio_format else None,
-            tuple(self._images),
-            self._film(),
-            tuple(_tensor(chunks) for chunks in self._tensors.values()),
-        )
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts, by index."""
+        return tuple("".join(self._texts[index]) for index in sorted(self._texts))
 
-    def _film(self) -> Video | None:
+    @property
+    def audio(self) -> Audio | None:
+        """The sound; None where none was to be expected."""
+        return Audio(b"".join(self._audio), self._audio_format) if self._audio_format else None
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The pictures that are whole."""
+        return tuple(self._images)
+
+    @property
+    def video(self) -> Video | None:
+        """The film; None where no chunk came."""
         if not self._video:
             return None
         frames = sum(chunk.frame_count for chunk in self._video)
         data = b"".join(chunk.data for chunk in self._video)
         return Video(data, self._video[0].mime_type, frames)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The arrays."""
+        return tuple(_tensor(chunks) for chunks in self._tensors.values())
+
+
+class AnswerBuilder:
+    """Collects events in the order in which they came; `build` after the last."""
+
+    def __init__(self) -> None:
+        self._accepted: Accepted | None = None
+        self._finished: Finished | None = None
+        self._outputs = Outputs()
+
+    def add(self, event: Event) -> None:
+        """Takes the next event."""
+        match event:
+            case Accepted():
+                self._accepted = event
+                self._outputs = Outputs(event.outputs)
+            case Finished():
+                self._finished = event
+            case _:
+                self._outputs.add(event)
+
+    def build(self) -> Answer:
+        """The answer. Raises ValueError before `finished` has come."""
+        if self._accepted is None or self._finished is None:
+            raise ValueError("the request has not finished")
+        outputs = self._outputs
+        return Answer(
+            self._accepted,
+            self._finished,
+            outputs.texts,
+            outputs.audio,
+            outputs.images,
+            outputs.video,
+            outputs.tensors,
+        )
 
 
 def audio_format(outputs: tuple[OutputFormat, ...]) -> AudioFormat | None:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self, TypeVar
-from urllib.parse import quote
+from typing import Any, Self
 
 import grpc
+from google.protobuf.message import Message
 
-from omni_grpc.v1 import service_pb2, service_pb2_grpc
+from omni_grpc.v1 import service_pb2
 from omni_grpc.v1.prompt_pb2 import Media
 from omni_grpc.v1.service_pb2 import AddRequestRequest
+from omni_grpc_client import conversation, tasks
 from omni_grpc_client.answer import Answer, AnswerBuilder
 from omni_grpc_client.credentials import authorization
 from omni_grpc_client.errors import ProtocolError, decode_error
 from omni_grpc_client.events import Accepted, Event
 from omni_grpc_client.feed import Feeder, StreamedRequest
 from omni_grpc_client.info import ServerInfo, StageLoad, decode_load, decode_server_info
-from omni_grpc_client.interaction import Interaction, open_session
+from omni_grpc_client.interaction import Interaction, begin_session
+from omni_grpc_client.lines import Lines, Pods
 from omni_grpc_client.media import Modality, decode_enum
 from omni_grpc_client.order import read_events
-from omni_grpc_client.request import Params, PromptLike, build_request
+from omni_grpc_client.request import Params, PromptLike, mirrored, whole_request
+from omni_grpc_client.retry import NO_RETRY, RetryPolicy, attempted
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A model can think for minutes in silence: pings tell a dead peer from a busy one, and keep
@@ -35,7 +38,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 # Message limits stay gRPC's own: no message of the contract is larger than 1 MiB.
 
-T = TypeVar("T")
+DEFAULT_RETRY = RetryPolicy()
 
 
 class AbortOutcome(StrEnum):
@@ -52,8 +55,11 @@ class OmniClient:
 
     One client serves any number of calls at once. Every method raises OmniCallError. `credentials`
     is for TLS (see tls_credentials); none: plain text. `token` goes with every call; in plain text
-    to this machine only, unless `insecure_token` (InsecureTokenError). `options` are gRPC's channel
-    options, over CHANNEL_OPTIONS."""
+    to this machine only, unless `insecure_token` (InsecureTokenError). `retry` says when a refused
+    call is made again (None: never); a call's `timeout` is for all of its attempts. `pods` tells
+    where a pod is reached, by its name: `feed`, `attach` and `abort` of a request that this client
+    has opened then go to the pod that runs it (None: to `target`, where a balancer must know).
+    `options` are gRPC's channel options, over CHANNEL_OPTIONS."""
 
     def __init__(
         self,
@@ -62,25 +68,24 @@ class OmniClient:
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
         insecure_token: bool = False,
+        retry: RetryPolicy | None = DEFAULT_RETRY,
+        pods: Pods | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.target = target
+        self.retry = retry or NO_RETRY
         protected = credentials is not None or insecure_token
         self._authorization = authorization(token, target, protected=protected)
-        self._credentials = credentials
-        self._options = tuple({**dict(CHANNEL_OPTIONS), **(options or {})}.items())
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
+        self._lines = Lines(
+            target,
+            credentials,
+            tuple({**dict(CHANNEL_OPTIONS), **(options or {})}.items()),
+            pods,
+            lambda other: authorization(token, other, protected=protected),
+        )
 
     async def __aenter__(self) -> Self:
-        # Here and not in the constructor: a channel belongs to the running event loop.
-        if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(self.target, options=self._options)
-        else:
-            self._channel = grpc.aio.secure_channel(
-                self.target, self._credentials, options=self._options
-            )
-        self._stub = service_pb2_grpc.OmniServiceStub(self._channel)
+        self._lines.open()
         return self
 
     async def __aexit__(
@@ -93,8 +98,12 @@ class OmniClient:
 
     async def close(self) -> None:
         """Closes the channel: calls that still run are cancelled, on the server too. Idempotent."""
-        if self._channel is not None:
-            await self._channel.close()
+        await self._lines.close()
+
+    speak = tasks.speak
+    draw = tasks.draw
+    live = tasks.live
+    converse = conversation.converse
 
     async def stream(
         self,
@@ -119,15 +128,15 @@ class OmniClient:
 
         Raises OmniCallError when the server refuses or fails the request, ProtocolError when it
         breaks the contract's order, ValueError for what the contract cannot express."""
-        request = _request(
+        request = whole_request(
             prompt, pipeline, request_id, stage_params, output_modalities, tuple(media)
         )
-        call = self._ready.AddRequest(
-            request, timeout=timeout, metadata=self._metadata(request.request_id)
-        )
-        async with aclosing(read_events(call)) as events:
-            async for event in events:
-                yield event
+        accepted, events, pod = await self._submit(request, timeout)
+        with self._lines.running(accepted.request_id, pod):
+            async with aclosing(events):
+                yield accepted
+                async for event in events:
+                    yield event
 
     async def generate(
         self,
@@ -171,27 +180,22 @@ class OmniClient:
 
         Entered when the server has accepted it. Leaving the block aborts the request, unless it has
         finished. Parameters and errors as for `stream`; see StreamedRequest."""
-        request = _request(prompt, pipeline, request_id, stage_params, output_modalities, ())
+        request = whole_request(prompt, pipeline, request_id, stage_params, output_modalities, ())
         if request is prompt and not request.resumable:
             raise ValueError("a request whose input streams must be resumable")
         if not isinstance(prompt, AddRequestRequest):
             request.resumable = True
             if not prompt:
                 request.ClearField("prompt")
-        call = self._ready.AddRequest(
-            request, timeout=timeout, metadata=self._metadata(request.request_id)
-        )
-        async with aclosing(read_events(call)) as events:
-            accepted = await anext(events)
-            if not isinstance(accepted, Accepted):
-                raise ProtocolError("the first event is not accepted")
-            async with self.feed(accepted.request_id) as feeder:
+        accepted, events, pod = await self._submit(request, timeout)
+        with self._lines.running(accepted.request_id, pod):
+            async with aclosing(events), self.feed(accepted.request_id) as feeder:
                 yield StreamedRequest(events, accepted, feeder)
 
     def feed(self, request_id: str, *, next_seq: int = 0) -> Feeder:
         """A feeder of a resumable request that runs, whoever opened it; to be used as a context
         manager. `next_seq` is the number of its first chunk."""
-        stub = self._ready
+        stub = self._lines.stub(request_id)
         return Feeder(
             lambda: stub.StreamingUpdate(metadata=self._metadata(request_id)), request_id, next_seq
         )
@@ -214,7 +218,7 @@ class OmniClient:
         `resumable`: input goes on through the session, and may begin with nothing. Entered when the
         request was admitted. Leaving the block aborts the request, unless it has finished. Other
         parameters and errors as for `stream`; see Interaction."""
-        request = _request(
+        request = whole_request(
             prompt, pipeline, request_id, stage_params, output_modalities, tuple(media)
         )
         if request is prompt and resumable:
@@ -223,11 +227,13 @@ class OmniClient:
             request.resumable = resumable
             if resumable and not prompt and not request.prompt.media:
                 request.ClearField("prompt")
-        call = self._ready.SubmitInteraction(
-            timeout=timeout, metadata=self._metadata(request.request_id)
-        )
-        async with open_session(call, service_pb2.InteractionSetup(open=request)) as session:
-            yield session
+        setup = service_pb2.InteractionSetup(open=request)
+        session, pod = await self._set_up(setup, request.request_id, timeout)
+        try:
+            with self._lines.running(session.request_id, pod):
+                yield session
+        finally:
+            await session.close()
 
     @asynccontextmanager
     async def attach(
@@ -236,9 +242,12 @@ class OmniClient:
         """A session on a request that runs, whoever opened it. `receive_outputs`: its events come
         here too, from now on. Leaving the block leaves the request as it is."""
         attach = service_pb2.Attach(request_id=request_id, receive_outputs=receive_outputs)
-        call = self._ready.SubmitInteraction(timeout=timeout, metadata=self._metadata(request_id))
-        async with open_session(call, service_pb2.InteractionSetup(attach=attach)) as session:
+        setup = service_pb2.InteractionSetup(attach=attach)
+        session, _ = await self._set_up(setup, request_id, timeout)
+        try:
             yield session
+        finally:
+            await session.close()
 
     async def abort(
         self, request_ids: str | Iterable[str], *, timeout: float | None = None
@@ -247,74 +256,101 @@ class OmniClient:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         request = service_pb2.AbortRequest(request_ids=ids)
         # Several ids may be on several pods: behind a balancer that chooses by id, abort each.
-        metadata = self._metadata(ids[0] if len(ids) == 1 else "")
-        response: service_pb2.AbortResponse = await _unary(
-            self._ready.Abort(request, timeout=timeout, metadata=metadata)
-        )
+        mirrored = ids[0] if len(ids) == 1 else ""
+        response: service_pb2.AbortResponse = await self._unary("Abort", request, timeout, mirrored)
         return {result.request_id: _outcome(result.outcome) for result in response.results}
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """What is served: pipelines, stages, modalities, formats, limits, capabilities."""
         request = service_pb2.GetServerInfoRequest()
-        return decode_server_info(
-            await _unary(
-                self._ready.GetServerInfo(request, timeout=timeout, metadata=self._metadata())
-            )
-        )
+        return decode_server_info(await self._unary("GetServerInfo", request, timeout))
 
     async def load(self, *, timeout: float | None = None) -> tuple[StageLoad, ...]:
         """The present load of every stage and replica."""
         request = service_pb2.GetLoadRequest()
-        return decode_load(
-            await _unary(self._ready.GetLoad(request, timeout=timeout, metadata=self._metadata()))
-        )
+        return decode_load(await self._unary("GetLoad", request, timeout))
+
+    async def watch_load(
+        self, *, timeout: float | None = None
+    ) -> AsyncGenerator[tuple[StageLoad, ...], None]:
+        """The load at once, on change, and at least every second; a slow reader gets the newest.
+        Ends when the iteration is left, after `timeout` seconds (DeadlineExceededError), or with
+        the server."""
+        stub = self._lines.stub()
+
+        async def attempt(left: float | None) -> tuple[Any, Any]:
+            request = service_pb2.WatchLoadRequest()
+            call = stub.WatchLoad(request, timeout=left, metadata=self._metadata())
+            return call, await _heard(call)
+
+        call, message = await attempted(self.retry, timeout, attempt)
+        try:
+            while message is not grpc.aio.EOF:
+                yield decode_load(message)
+                message = await _heard(call)
+        finally:
+            call.cancel()
+
+    # ------------------------------------------------------------ attempts
 
     def _metadata(self, request_id: str = "") -> tuple[tuple[str, str], ...]:
-        return (*_mirrored(request_id), *self._authorization)
+        return (*mirrored(request_id), *self._authorization)
 
-    @property
-    def _ready(self) -> Any:
-        if self._stub is None:
-            raise RuntimeError("enter the client first: async with OmniClient(...) as client")
-        return self._stub
+    async def _submit(
+        self, request: AddRequestRequest, timeout: float | None
+    ) -> tuple[Accepted, AsyncGenerator[Event, None], str]:
+        """A request that was accepted: its first event, all others, and the pod that runs it."""
+        stub = self._lines.stub()
+
+        async def attempt(
+            left: float | None,
+        ) -> tuple[Accepted, AsyncGenerator[Event, None], str]:
+            metadata = self._metadata(request.request_id)
+            call = stub.AddRequest(request, timeout=left, metadata=metadata)
+            events = read_events(call)
+            first = await anext(events)
+            if not isinstance(first, Accepted):
+                raise ProtocolError("the first event is not accepted")
+            return first, events, await self._lines.pod_of(call)
+
+        return await attempted(self.retry, timeout, attempt)
+
+    async def _set_up(
+        self, setup: service_pb2.InteractionSetup, request_id: str, timeout: float | None
+    ) -> tuple[Interaction, str]:
+        """A session that stands, and the pod that runs its request."""
+        stub = self._lines.stub(request_id)
+
+        async def attempt(left: float | None) -> tuple[Interaction, str]:
+            call = stub.SubmitInteraction(timeout=left, metadata=self._metadata(request_id))
+            return await begin_session(call, setup), await self._lines.pod_of(call)
+
+        return await attempted(self.retry, timeout, attempt)
+
+    async def _unary(
+        self, rpc: str, request: Message, timeout: float | None, request_id: str = ""
+    ) -> Any:
+        """A call that may be made twice."""
+        method = getattr(self._lines.stub(request_id), rpc)
+
+        async def attempt(left: float | None) -> Any:
+            try:
+                return await method(request, timeout=left, metadata=self._metadata(request_id))
+            except grpc.aio.AioRpcError as error:
+                raise decode_error(error) from None
+
+        return await attempted(self.retry, timeout, attempt)
 
 
-def _request(
-    prompt: PromptLike | AddRequestRequest,
-    pipeline: str,
-    request_id: str,
-    stage_params: Mapping[str, Params] | None,
-    output_modalities: Iterable[Modality | str],
-    media: tuple[Media, ...],
-) -> AddRequestRequest:
-    modalities = tuple(output_modalities)
-    if not isinstance(prompt, AddRequestRequest):
-        return build_request(
-            prompt,
-            pipeline=pipeline,
-            request_id=request_id,
-            stage_params=stage_params,
-            output_modalities=modalities,
-            media=media,
-        )
-    if pipeline or request_id or stage_params or modalities or media:
-        raise ValueError("a whole AddRequestRequest is sent as it is: set its own fields")
-    return prompt
-
-
-def _mirrored(request_id: str) -> tuple[tuple[str, str], ...]:
-    """The id as metadata, so that a gateway can keep all calls about a request on one pod."""
-    if not request_id:
-        return ()
-    # Percent-encoded where it is not printable ASCII, as the server mirrors it.
-    return (("omni-request-id", quote(request_id, safe="!#$&'()*+,-./:;<=>?@[]^_`{|}~ \"\\")),)
-
-
-async def _unary(call: Awaitable[T]) -> T:
+async def _heard(call: Any) -> Any:
+    """The call's next message, or EOF."""
     try:
-        return await call
+        return await call.read()
     except grpc.aio.AioRpcError as error:
         raise decode_error(error) from None
+    except BaseException:
+        call.cancel()
+        raise
 
 
 def _outcome(number: int) -> AbortOutcome:

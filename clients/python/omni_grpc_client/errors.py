@@ -2,6 +2,8 @@
 
 OmniClientError
 ├── ProtocolError               the server broke the contract's order: a gap in seq or samples
+├── UnservedError               no pipeline of the server can do what is asked
+├── MissingOutputError          the request succeeded and gave nothing of what was wanted
 └── OmniCallError               a status; `code`, `reason`, `violations`, `retry_after` say which
     ├── InvalidArgumentError    INVALID_ARGUMENT      INVALID_FIELD, PROMPT_TOO_LONG, INVALID_MEDIA
     ├── NotFoundError           NOT_FOUND             PIPELINE_, LORA_, REQUEST_NOT_FOUND
@@ -30,6 +32,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,21 @@ class ProtocolError(OmniClientError):
     """The server sent what the contract rules out: events are missing or out of order."""
 
 
+class UnservedError(OmniClientError):
+    """No pipeline of this server can do that; `OmniClient.server_info` tells what they can."""
+
+
+class MissingOutputError(OmniClientError):
+    """The request succeeded, and gave nothing of what was wanted."""
+
+
 class OmniCallError(OmniClientError):
     """A call ended with a status other than OK.
 
     `code` is the status code's name ("NOT_FOUND"), `reason` the server's ("PIPELINE_NOT_FOUND"; ""
     where gRPC itself made the status), `retry_after` the least wait in seconds before a retry can
-    help (None: a retry does not help), `request_id` and `pod` what the server says of itself.
+    help (None: nobody says that one helps), `request_id` and `pod` what the server says of itself.
+    `final`: whoever answered asks that the call is not made again.
     """
 
     by_code: ClassVar[dict[str, type[OmniCallError]]] = {}
@@ -68,6 +80,7 @@ class OmniCallError(OmniClientError):
         retry_after: float | None = None,
         request_id: str = "",
         pod: str = "",
+        final: bool = False,
     ) -> None:
         super().__init__(f"{code} {reason}: {message}" if reason else f"{code}: {message}")
         self.code = code
@@ -77,6 +90,7 @@ class OmniCallError(OmniClientError):
         self.retry_after = retry_after
         self.request_id = request_id
         self.pod = pod
+        self.final = final
 
     def __init_subclass__(cls, code: str) -> None:
         OmniCallError.by_code[code] = cls
@@ -149,6 +163,11 @@ def decode_error(error: grpc.aio.AioRpcError) -> OmniCallError:
             violations = tuple(Violation(v.field, v.description) for v in request.field_violations)
         elif detail.Unpack(retry):
             retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+    final = False
+    if PUSHBACK_KEY in trailers:
+        # gRPC's own word for it, which a proxy may have set too. Negative: do not retry.
+        pushback = _pushback(trailers[PUSHBACK_KEY])
+        retry_after, final = pushback, pushback is None
     code, message = error.code().name, error.details() or ""
     if reason:
         # A proxy may reset a call that the server has ended before the client half-closed. gRPC
@@ -162,7 +181,17 @@ def decode_error(error: grpc.aio.AioRpcError) -> OmniCallError:
         retry_after=retry_after,
         request_id=str(trailers.get("omni-request-id", "")),
         pod=str(trailers.get("omni-pod", "")),
+        final=final,
     )
+
+
+def _pushback(value: str | bytes) -> float | None:
+    """Seconds; None where it says that a retry is not wanted, as what cannot be read does."""
+    try:
+        milliseconds = int(value)
+    except ValueError:
+        return None
+    return milliseconds / 1e3 if milliseconds >= 0 else None
 
 
 def _status(data: str | bytes | None) -> status_pb2.Status:

@@ -59,6 +59,10 @@ class PipelineInfo:
     max_duration: float
     input_timeout: float
 
+    def can(self, *capabilities: str) -> bool:
+        """Whether it has all of these ("resumable", "prompt.text", "output.audio", ...)."""
+        return all(self.capabilities.get(name) for name in capabilities)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
@@ -157,8 +161,10 @@ def _stage(message: info_pb2.StageInfo) -> StageInfo:
     )
 
 
-def decode_load(message: service_pb2.GetLoadResponse) -> tuple[StageLoad, ...]:
-    """The present load."""
+def decode_load(
+    message: service_pb2.GetLoadResponse | service_pb2.WatchLoadResponse,
+) -> tuple[StageLoad, ...]:
+    """The load at one moment."""
     return tuple(
         StageLoad(tuple(s.pipelines), s.stage, tuple(_replica(r) for r in s.replicas))
         for s in message.stages

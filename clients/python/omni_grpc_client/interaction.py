@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -123,6 +123,12 @@ class Interaction:
         CancelledCallError."""
         await self._send(SubmitInteractionRequest(abort=service_pb2.AbortSession()))
 
+    async def close(self) -> None:
+        """Leaves: what the session opened is aborted, unless it has finished; what it attached to
+        goes on. Idempotent."""
+        self._call.cancel()
+        await self._items.aclose()
+
     async def _send(self, message: SubmitInteractionRequest) -> None:
         async with self._turn:
             # The call has ended, and whoever iterates hears how.
@@ -197,25 +203,20 @@ class SessionOrder:
             self._events.end()
 
 
-@asynccontextmanager
-async def open_session(
-    call: Any, setup: service_pb2.InteractionSetup
-) -> AsyncIterator[Interaction]:
-    """A session over a call that was just begun, entered when it stands. Leaving cancels the
-    call."""
+async def begin_session(call: Any, setup: service_pb2.InteractionSetup) -> Interaction:
+    """A session over a call that was just begun; returns when it stands. Raises OmniCallError,
+    ProtocolError; then, and when it is cancelled, the call is too."""
     try:
-        try:
-            with suppress(asyncio.InvalidStateError):
-                await call.write(SubmitInteractionRequest(setup=setup))
-            messages = aiter(call)
-            first = await anext(messages, None)
-        except grpc.aio.AioRpcError as error:
-            raise decode_error(error) from None
+        with suppress(asyncio.InvalidStateError):
+            await call.write(SubmitInteractionRequest(setup=setup))
+        messages = aiter(call)
+        first = await anext(messages, None)
         if first is None or first.WhichOneof("message") != "setup_complete":
             raise ProtocolError("the first message is not setup_complete")
-        order = SessionOrder(attached=setup.HasField("attach"))
-        session = Interaction(call, messages, first.setup_complete, order)
-        async with aclosing(session._items):
-            yield session
-    finally:
+    except BaseException as error:
         call.cancel()
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise decode_error(error) from None
+        raise
+    order = SessionOrder(attached=setup.HasField("attach"))
+    return Interaction(call, messages, first.setup_complete, order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from os import PathLike
+from pathlib import Path
 from typing import TypeVar, cast
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
@@ -31,6 +32,15 @@ class AudioEncoding(StrEnum):
     PCM_F32LE = "pcm_f32le"
     UNKNOWN = "unknown"
 
+
+EXTENSIONS = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+    ".mp4": "video/mp4",
+}
+RAW_FRAMES = "video/x-raw-rgb"
 
 SAMPLE_BYTES = {AudioEncoding.PCM_S16LE: 2, AudioEncoding.PCM_F32LE: 4}
 
@@ -104,6 +114,14 @@ class Audio:
         with WavWriter(path, self.format) as writer:
             writer.write(self.data)
 
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Audio:
+        """The sound of a WAV file. Raises OSError, and ValueError for what is no WAV file of 16-bit
+        PCM or 32-bit float samples."""
+        from omni_grpc_client.wav import read_wav
+
+        return read_wav(path)
+
 
 @dataclass(frozen=True, slots=True)
 class Image:
@@ -114,6 +132,11 @@ class Image:
     width: int
     height: int
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the file as it came. Raises ValueError where `path` names another type."""
+        check_extension(path, self.mime_type)
+        Path(path).write_bytes(self.data)
+
 
 @dataclass(frozen=True, slots=True)
 class Video:
@@ -122,6 +145,12 @@ class Video:
     data: bytes
     mime_type: str
     frames: int
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the file as it came. Raises ValueError for raw frames, which are none, and where
+        `path` names another type."""
+        check_film(path, self.mime_type)
+        Path(path).write_bytes(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +161,20 @@ class Tensor:
     data: bytes
     dtype: str
     shape: tuple[int, ...]
+
+
+def check_extension(path: str | PathLike[str], mime_type: str) -> None:
+    """Raises ValueError where the name's extension is that of another type than `mime_type`."""
+    suffix = Path(path).suffix.lower()
+    if EXTENSIONS.get(suffix, mime_type) != mime_type:
+        raise ValueError(f"{path}: is of type {mime_type}, whatever {suffix} says")
+
+
+def check_film(path: str | PathLike[str], mime_type: str) -> None:
+    """As `check_extension`, and raises ValueError for raw frames."""
+    if mime_type == RAW_FRAMES:
+        raise ValueError(f"{path}: raw frames are no file; ask for video/mp4 as output_mime_type")
+    check_extension(path, mime_type)
 
 
 Kind = TypeVar("Kind", bound=StrEnum)

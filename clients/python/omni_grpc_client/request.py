@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.struct_pb2 import Struct
@@ -49,6 +50,39 @@ def build_request(
         stage_params=encode_stage_params(stage_params),
         output_modalities=[encode_modality(modality) for modality in output_modalities],
     )
+
+
+def whole_request(
+    prompt: PromptLike | AddRequestRequest,
+    pipeline: str,
+    request_id: str,
+    stage_params: Mapping[str, Params] | None,
+    output_modalities: Iterable[Modality | str],
+    media: tuple[Media, ...],
+) -> AddRequestRequest:
+    """The contract's message: the one that is given as a whole, or built from what is given.
+    Raises ValueError for both at once."""
+    modalities = tuple(output_modalities)
+    if not isinstance(prompt, AddRequestRequest):
+        return build_request(
+            prompt,
+            pipeline=pipeline,
+            request_id=request_id,
+            stage_params=stage_params,
+            output_modalities=modalities,
+            media=media,
+        )
+    if pipeline or request_id or stage_params or modalities or media:
+        raise ValueError("a whole AddRequestRequest is sent as it is: set its own fields")
+    return prompt
+
+
+def mirrored(request_id: str) -> tuple[tuple[str, str], ...]:
+    """The id as metadata, so that a gateway can keep all calls about a request on one pod."""
+    if not request_id:
+        return ()
+    # Percent-encoded where it is not printable ASCII, as the server mirrors it.
+    return (("omni-request-id", quote(request_id, safe="!#$&'()*+,-./:;<=>?@[]^_`{|}~ \"\\")),)
 
 
 def make_params(kind: ParamsKind, values: Mapping[str, Any]) -> Params:

@@ -1,19 +1,22 @@
-"""WAV files, written while the sound arrives."""
+"""WAV files: written while the sound arrives, and read."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from omni_grpc_client.media import AudioEncoding, AudioFormat
+from omni_grpc_client.media import Audio, AudioEncoding, AudioFormat
 
 # RIFF/WAVE as Microsoft's "Multimedia Programming Interface and Data Specifications 1.0" has it;
 # a float format needs the extended fmt chunk and a fact chunk.
-PCM, IEEE_FLOAT = 1, 3
+PCM, IEEE_FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 MAX_DATA_BYTES = 0xFFFF_FFFF - 256
 """Sizes in the header have 32 bits."""
+READABLE = {(PCM, 16): AudioEncoding.PCM_S16LE, (IEEE_FLOAT, 32): AudioEncoding.PCM_F32LE}
 
 
 class WavWriter:
@@ -85,6 +88,52 @@ class WavWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def read_wav(file: str | PathLike[str] | BinaryIO) -> Audio:
+    """The sound of a WAV file of 16-bit PCM or 32-bit float samples. A file that was not closed,
+    or was written to a pipe, holds what is there.
+
+    Raises ValueError for another file, OSError for one that cannot be read."""
+    with _reading(file) as stream:
+        head = stream.read(12)
+        if head[:4] != b"RIFF" or head[8:12] != b"WAVE":
+            raise ValueError("not a WAV file")
+        form: AudioFormat | None = None
+        while len(chunk := stream.read(8)) == 8:
+            name, size = struct.unpack("<4sI", chunk)
+            if name == b"data":
+                if form is None:
+                    break
+                data = stream.read(size)
+                return Audio(data[: len(data) - len(data) % form.frame_bytes], form)
+            # Chunks begin at even places.
+            content = stream.read(size + size % 2)
+            if name == b"fmt ":
+                form = _read_format(content)
+    raise ValueError("a WAV file without samples or their format")
+
+
+def _read_format(content: bytes) -> AudioFormat:
+    if len(content) < 16:
+        raise ValueError("a WAV file with a cut format")
+    kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", content)
+    if kind == EXTENSIBLE and len(content) >= 26:
+        # The real kind begins the GUID of the sub-format.
+        (kind,) = struct.unpack_from("<H", content, 24)
+    encoding = READABLE.get((kind, bits))
+    if encoding is None or not channels:
+        raise ValueError(f"neither 16-bit PCM nor 32-bit float: format {kind}, {bits} bits")
+    return AudioFormat(encoding, rate, channels)
+
+
+@contextmanager
+def _reading(file: str | PathLike[str] | BinaryIO) -> Iterator[BinaryIO]:
+    if isinstance(file, str | PathLike):
+        with open(file, "rb") as opened:
+            yield opened
+    else:
+        yield file
 
 
 def _opened(file: str | PathLike[str] | BinaryIO) -> BinaryIO:
