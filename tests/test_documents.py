@@ -32,7 +32,7 @@ ELSEWHERE = {
     "clients/go/README.md": "test_clients.py",
     "clients/java/README.md": "test_clients.py",
     "clients/node/README.md": "test_clients.py",
-    "clients/python/README.md": "test_client.py",
+    "clients/python/README.md": "test_client_readme.py",
     "tests/conformance/README.md": "test_conformance.py",
     "docs/load-balancing.md": "test_load_balancing.py",
     "docs/security.md": "test_secure_start.py",
