@@ -21,7 +21,7 @@ import uvloop
 
 from bench.protocols import PROTOCOLS, Adapter
 
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = float(os.environ.get("BENCH_READY_S", "300"))
 ORDER_TIMEOUT_S = 300.0
 TICK_S = 0.1
 

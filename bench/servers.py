@@ -5,6 +5,8 @@ measured the others stand still."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -116,10 +118,18 @@ def _omni(setting: Setting, log: Path) -> tuple[list[str], dict[str, str], dict[
 
 def _servicer(setting: Setting, log: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.grpc_server"]
+    command = [sys.executable, "-m", _launcher()]
     command += ["--host", "127.0.0.1", "--port", str(port), "--model", str(setting.model)]
     path = {"PYTHONPATH": str(setting.cache / "fronts" / "smg")}
     return [*command, *_flags()], path, {"servicer": f"127.0.0.1:{port}"}
+
+
+def _launcher() -> str:
+    """vLLM's gRPC server, which has moved between its versions."""
+    with contextlib.suppress(ModuleNotFoundError):
+        if importlib.util.find_spec("vllm.entrypoints.launchers.grpc_server"):
+            return "vllm.entrypoints.launchers.grpc_server"
+    return "vllm.entrypoints.grpc_server"
 
 
 def _serve(setting: Setting, port: int) -> list[str]:
@@ -144,7 +154,9 @@ def _rust(setting: Setting, log: Path) -> tuple[list[str], dict[str, str], dict[
             "VLLM_RUST_FRONTEND_PATH": str(folder / "vllm-rs"),
             "PYTHONPATH": str(folder / "site"),
         }
-    command = [*_serve(setting, port), "--grpc-port", str(grpc_port)]
+    # The CUDA host's vLLM (0.26) has a Rust front for HTTP only.
+    more_flags = [] if CUDA else ["--grpc-port", str(grpc_port)]
+    command = [*_serve(setting, port), *more_flags]
     return command, more, {"rust": f"127.0.0.1:{grpc_port}", "http": f"127.0.0.1:{port}"}
 
 
@@ -174,19 +186,12 @@ def running(setting: Setting, names: list[str]) -> Iterator[list[Front]]:
                 env = environment(**ENGINE_ENVIRONMENT, **more)
                 servers[server] = stack.enter_context(Measured(command, log, env)), targets
             process, targets = servers.get(server, (None, {}))
-            fronts.append(_front(stack, setting, name, protocol, process, targets))
-            # One loads after the other where there are few cores.
-            if not CUDA:
-                _await([fronts[-1]])
-        if CUDA:
-            _await(fronts)
+            front = _front(stack, setting, name, protocol, process, targets)
+            # One loads after the other: engines that share a GPU measure what memory is free.
+            print(f"    starting {front.name}", flush=True)
+            front.load.ready()
+            fronts.append(front)
         yield fronts
-
-
-def _await(fronts: list[Front]) -> None:
-    for front in fronts:
-        print(f"    starting {front.name}", flush=True)
-        front.load.ready()
 
 
 def _front(

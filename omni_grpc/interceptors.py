@@ -119,6 +119,8 @@ class Edge(grpc.aio.ServerInterceptor):
                     about = {"request_id": rpc.request_id, "pipeline": rpc.pipeline}
                     end_rpc(span, rpc.code, rpc.reason, about)
                     self.observation.ended(rpc)
+                    # Contexts of callbacks that outlast the call know it: not the request too.
+                    rpc.run = None
 
         return call
 
