@@ -107,14 +107,12 @@ class Edge(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: Context) -> Any:
             rpc.peer = context.peer()
             current.set(rpc)
-            self.calls[rpc.method] += 1
             with rpc_span(method, trace_headers(context)) as span:
                 rpc.trace_id = trace_id(span)
                 try:
                     messages = _checked(request) if streaming else request
                     return await self._answered(behaviour, messages, context, rpc)
                 finally:
-                    self.calls[rpc.method] -= 1
                     rpc.request_id = _request_id.get()
                     about = {"request_id": rpc.request_id, "pipeline": rpc.pipeline}
                     end_rpc(span, rpc.code, rpc.reason, about)
@@ -127,6 +125,7 @@ class Edge(grpc.aio.ServerInterceptor):
     async def _answered(self, behaviour: Handler, request: Any, context: Context, rpc: Rpc) -> Any:
         """The behaviour's answer, or the status that its failure is."""
         rpc.code = Code.INTERNAL.name
+        self.calls[rpc.method] += 1
         try:
             answer = await behaviour(_parsed(request), context)
             context.set_trailing_metadata((("omni-pod", self._pod), *self.observation.trailers()))
@@ -150,6 +149,9 @@ class Edge(grpc.aio.ServerInterceptor):
         except Exception:
             log.exception("%s failed", rpc.method)
             failure = InternalError("internal error")
+        finally:
+            self.calls[rpc.method] -= 1
+        # Beyond what is counted: a client that does not read takes its status when it likes.
         await self._abort(context, failure, rpc)
 
     async def _abort(self, context: Context, error: OmniError, rpc: Rpc) -> None:

@@ -296,13 +296,13 @@ async def test_companions_that_fail_delete_them(stub: Any, negative: str) -> Non
     await gone(made(fields["request_id"]))
 
 
-async def test_a_stage_without_replicas_deletes_them(serve: Serve) -> None:
+async def test_a_stage_without_replicas_refuses_before_anything_is_made(serve: Serve) -> None:
     config = guided.guided("empty", {"restart": {"backoff": 3600}}, transform=ACTING)
     served = await serve(config)
     await refusal(served.stub, stage_params=thinking(die_at=0))
     fields = do(*DEEDS)
     assert (await refusal(served.stub, **fields)).reason == "STAGE_UNAVAILABLE"
-    await gone(made(fields["request_id"]))
+    assert made(fields["request_id"]) == []
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel", "deadline", "death"])
@@ -364,7 +364,7 @@ async def test_leaving_while_it_transforms(
     async with asyncio.timeout(3):
         code = await reading
     assert code in (S.CANCELLED, S.DEADLINE_EXCEEDED)
-    await freed(server, 3)
+    await freed(server, 3, "artifact directory")
     assert aborting is None or not aborting.done(), "its directories are still in use"
     GATE.set()
     await gone(made(fields["request_id"]))
