@@ -36,13 +36,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LONG = [
     params_pb2.StageParams(stage="thinker", sampling={"max_tokens": 400, "ignore_eos": True}),
 ]
+NAME = "failing"
 RESTART_S = 120
 """Longest restart of vLLM on a busy machine."""
 
 
 def pipeline() -> PipelineConfig:
-    """smol-voice with two voices."""
-    config = load_pipeline("smol-voice").model_dump()
+    """smol-voice with two voices, under a name of its own: its processes are found by it."""
+    config = load_pipeline("smol-voice").model_dump() | {"name": NAME}
     for stage in config["stages"][1:]:
         stage["replicas"] = 2
     for stage in config["stages"]:
@@ -67,7 +68,7 @@ async def stub(server: Server) -> AsyncIterator[Any]:
 
 def engine_core() -> psutil.Process:
     """vLLM's engine core, a child of the thinker's replica."""
-    (thinker,) = replicas("smol-voice", "thinker")
+    (thinker,) = replicas(NAME, "thinker")
     below = thinker.children(recursive=True)
     # The watcher has the replica's own command line.
     (core,) = [process for process in below if "EngineCore" in process.name()]
@@ -90,7 +91,7 @@ def check_lost(error: RichError) -> None:
 async def test_vllms_engine_is_killed_mid_answer_and_serves_again(
     server: Server, stub: Any
 ) -> None:
-    (thinker,) = replicas("smol-voice", "thinker")
+    (thinker,) = replicas(NAME, "thinker")
     before = await collect(stub, text=QUESTION, timeout=120)
     assert texts(before) == ANSWER
     speaking = await asyncio.gather(
@@ -115,7 +116,7 @@ async def test_an_engine_that_stands_still_is_replaced_though_its_replica_beats(
     server: Server, stub: Any
 ) -> None:
     await whole(server)
-    (thinker,) = replicas("smol-voice", "thinker")
+    (thinker,) = replicas(NAME, "thinker")
     call = await started(stub, text="Tell me about rivers.", stage_params=LONG)
     engine_core().suspend()
     check_lost(await end_of(call))
@@ -131,7 +132,7 @@ async def test_a_voice_is_killed_and_the_other_speaks_on(
 ) -> None:
     await whole(server)
     before = sound(await collect(stub, text=QUESTION, timeout=120))
-    victim, other = replicas("smol-voice", stage)
+    victim, other = replicas(NAME, stage)
     (pool,) = [pool for pool in server.engine.pools if pool.config.name == stage]
     victim.kill()
     await eventually(lambda: pool.ready_replicas == 1, 5)

@@ -157,8 +157,8 @@ async def test_length_ends_an_answer_that_ignores_its_end(voice: Any) -> None:
 
 
 async def test_the_end_waits_for_the_least_tokens(voice: Any) -> None:
-    responses = await answer(voice, min_tokens=16, max_tokens=40)
-    assert len(tokens(responses)) >= 16 > len(tokens(await answer(voice)))
+    responses = await answer(voice, min_tokens=24, max_tokens=40)
+    assert len(tokens(responses)) >= 24 > len(tokens(await answer(voice)))
 
 
 async def test_repetition_ends_an_answer(voice: Any) -> None:
