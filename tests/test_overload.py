@@ -81,7 +81,7 @@ async def overload(serve: Serve, seconds: float) -> None:
     report(seen, took, seconds)
     assert_bounds(seen, took, seconds)
     gc.collect()
-    assert sum(isinstance(one, Run) for one in gc.get_objects()) == 0
+    assert sum(type(one) is Run for one in gc.get_objects()) == 0
 
 
 def report(seen: Seen, took: dict[str, list[float]], seconds: float) -> None:

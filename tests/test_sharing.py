@@ -143,6 +143,9 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "threads": {"threads": 1},
     "environment": {"environment": {**ENVIRONMENT, "OTHER": "1"}},
     "replicas": {"replicas": 2},
+    "max_tasks": {"max_tasks": 2},
+    "balance": {"balance": "random"},
+    "restart": {"restart": {"budget": 3}},
     "name": {"name": "others"},
 }
 SAME: dict[str, dict[str, Any]] = {

@@ -14,7 +14,8 @@ from omni_grpc.server import Server
 from omni_grpc.v1 import common_pb2, service_pb2
 from tests.real import ANSWER, letters
 from tests.samples import sound_file
-from tests.support import AUDIO, Response, collect, freed, sound, texts
+from tests.streaming import Feeding, chunk, opened
+from tests.support import AUDIO, Response, collect, freed, in_flight, sound, texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -130,6 +131,15 @@ async def test_silence_is_answered_with_nothing_and_the_talk_goes_on(voice: Any)
         answer = await talk.answer()
     assert texts(nothing) == "" and sound(nothing) == b""
     assert texts(answer) == ANSWER
+
+
+async def test_an_ear_refuses_text_and_waits_for_sound(voice: Any, voice_server: Server) -> None:
+    async with opened(voice, pipeline="smol-converse") as request:
+        feeder = await Feeding(voice, request.id).send(chunk(0, "hello", end=True))
+        error = await feeder.refused()
+        assert (error.reason, list(error.violations)) == ("NOT_SUPPORTED", ["chunk.text"])
+        assert in_flight(voice_server), "the request waits for another feeder"
+    await freed(voice_server, within=10)
 
 
 async def test_an_interrupted_answer_ends_and_the_next_turn_is_answered(

@@ -93,12 +93,12 @@ class StageConfig(Frozen):
         return self
 
     def identity(self) -> str:
-        """Equal for stages that can share replicas: same name, engine, model, arguments and
-        placement. What holds per request (defaults, bridges, outputs) may differ."""
-        shared = {"name", "engine", "model", "devices", "replicas", "threads"}
-        return self.model_dump_json(
-            include=shared | {"environment", "engine_args", "lora_adapters"}
-        )
+        """Equal for stages that can share replicas: same name, engine, model, arguments, placement
+        and limits. What holds per request (defaults, bridges, outputs, timeouts) may differ."""
+        what = {"name", "engine", "model", "engine_args", "lora_adapters"}
+        where = {"devices", "replicas", "threads", "environment", "memory_fraction"}
+        limits = {"balance", "max_tasks", "max_waiting", "restart", "start_timeout"}
+        return self.model_dump_json(include=what | where | limits)
 
     def device(self, replica: int) -> str:
         """The device of a replica, "auto" resolved."""

@@ -18,6 +18,7 @@ import soxr
 from faster_whisper import WhisperModel
 from numpy.typing import NDArray
 
+from omni_grpc.errors import NotSupported, Violation
 from omni_grpc.ipc import Feed, Task
 from omni_grpc.stages.base import Inputs, segments
 from omni_grpc.stages.media import DecodedAudio, invalid_media, load_media, prompt_media
@@ -81,6 +82,10 @@ class EarStage(RecognitionStage[Samples]):
     async def prepare_update(self, task: Task, prepared: Sounds, feed: Feed) -> None:
         assert isinstance(prepared, Hearing)
         found: list[Audio | Samples] = []
+        if isinstance(feed.payload, TextDelta):
+            description = "the stage hears, it does not read"
+            violation = Violation("chunk.text", description)
+            raise NotSupported(f"chunk.text: {description}", violations=(violation,))
         if isinstance(feed.payload, Audio):
             found.append(feed.payload)
         elif feed.prompt is not None:
