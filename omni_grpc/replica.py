@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 import zmq
 
+from omni_grpc.channel import Channel
 from omni_grpc.config import ServerConfig, StageConfig
 from omni_grpc.errors import InternalError, OmniError, StageUnavailable, StartError
 from omni_grpc.ipc import (
     Admitted,
-    Channel,
     Control,
     ControlDone,
     Emitted,

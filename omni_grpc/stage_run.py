@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omni_grpc.conversation import Conversation
+from omni_grpc.cutter import Cutter
 from omni_grpc.errors import InternalError, OmniError
 from omni_grpc.ipc import WINDOW_BYTES, Task, payload_size
-from omni_grpc.outbox import Cutter
 from omni_grpc.pipelines.bridges import Bridge
 from omni_grpc.task import TaskHandle
 from omni_grpc.topology import StageNode

@@ -15,10 +15,11 @@ import pytest
 
 from omni_grpc import params as params_module
 from omni_grpc import watch
+from omni_grpc.channel import Channel
 from omni_grpc.config import PipelineConfig
 from omni_grpc.engine import Engine
 from omni_grpc.errors import InternalError
-from omni_grpc.ipc import Channel, Submit, Task
+from omni_grpc.ipc import Submit, Task
 from omni_grpc.run import Run
 from omni_grpc.server import Server
 from omni_grpc.types import (

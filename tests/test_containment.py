@@ -13,8 +13,9 @@ import grpc
 import pytest
 
 from omni_grpc import run, servicer
+from omni_grpc.cutter import Cutter
 from omni_grpc.delivery import Delivery
-from omni_grpc.outbox import Cutter, Outbox
+from omni_grpc.outbox import Outbox
 from omni_grpc.report import Report
 from omni_grpc.routing import Routing
 from omni_grpc.server import Server

@@ -16,10 +16,10 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_grpc.channel import Channel
 from omni_grpc.errors import Code, ErrorRecord, InternalError, InvalidField, OmniError, Violation
 from omni_grpc.ipc import (
     Abort,
-    Channel,
     Credit,
     Emitted,
     FromReplica,

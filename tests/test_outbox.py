@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from omni_grpc import outbox
-from omni_grpc.outbox import Cutter, Outbox, cut_tensors, cut_text, event_size, merge
+from omni_grpc import cutter as cutting
+from omni_grpc.cutter import Cutter, cut_tensors, cut_text
+from omni_grpc.outbox import Outbox, event_size, merge
 from omni_grpc.types import (
     Accepted,
     Audio,
@@ -298,7 +299,7 @@ def cut_small() -> Any:
     """Limits so small that small examples have many parts."""
     with pytest.MonkeyPatch.context() as patch:
         for name, size in SMALL.items():
-            patch.setattr(outbox, name, size)
+            patch.setattr(cutting, name, size)
         yield
 
 
@@ -321,7 +322,7 @@ class TestCutting:
         for chunk in chunks:
             assert isinstance(chunk, AudioChunk)
             assert chunk.start_sample == start and chunk.format == form
-            assert 0 < len(chunk.data) <= outbox.AUDIO_BYTES
+            assert 0 < len(chunk.data) <= cutting.AUDIO_BYTES
             assert len(chunk.data) % form.frame_width == 0
             start += len(chunk.data) // form.frame_width
         assert b"".join(c.data for c in chunks) == b"".join(sounds)  # type: ignore[union-attr]
@@ -334,7 +335,7 @@ class TestCutting:
         for chunk in chunks:
             assert isinstance(chunk, ImageChunk)
             assert (chunk.offset, chunk.width, chunk.height) == (offset, 3, 4)
-            assert len(chunk.data) <= outbox.PART_BYTES
+            assert len(chunk.data) <= cutting.PART_BYTES
             assert chunk.last == (offset + len(chunk.data) == len(data))
             offset += len(chunk.data)
         assert b"".join(c.data for c in chunks) == data  # type: ignore[union-attr]
@@ -354,7 +355,7 @@ class TestCutting:
         assert [c.chunk_index for c in chunks] == list(range(len(chunks)))
         assert [c.last for c in chunks] == [False] * (len(chunks) - 1) + [True]
         assert sum(c.frame_count for c in chunks) == frames == cutter.frames
-        assert all(len(c.data) <= outbox.PART_BYTES for c in chunks)
+        assert all(len(c.data) <= cutting.PART_BYTES for c in chunks)
         assert {c.active_event_ids for c in chunks} == {("e",)}
 
     @given(
@@ -372,7 +373,7 @@ class TestCutting:
             whole = arrays[chunk.name]
             assert (chunk.dtype, chunk.shape) == (whole.dtype, whole.shape)
             assert chunk.offset == len(joined.get(chunk.name, b""))
-            assert len(chunk.data) <= outbox.PART_BYTES
+            assert len(chunk.data) <= cutting.PART_BYTES
             assert len(chunk.data) % whole.dtype.itemsize == 0
             joined[chunk.name] = joined.get(chunk.name, b"") + chunk.data
             assert chunk.last == (len(joined[chunk.name]) == len(whole.data))
@@ -389,9 +390,9 @@ class TestCutting:
         assert [e for p in parts for e in p.logprobs] == whole.logprobs
         assert [e for p in parts for e in p.prompt_logprobs] == before
         for part in parts:
-            assert len(part.text) <= outbox.TEXT_CHARACTERS
+            assert len(part.text) <= cutting.TEXT_CHARACTERS
             many = len(part.logprobs) + len(part.prompt_logprobs) + len(part.token_ids)
-            assert many <= 1 or outbox.text_size(part) <= outbox.PART_BYTES
+            assert many <= 1 or cutting.text_size(part) <= cutting.PART_BYTES
             # A token's log-probabilities come beside it.
             assert not part.logprobs or [e.token_id for e in part.logprobs] == part.token_ids
 

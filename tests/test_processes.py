@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from omni_grpc import ipc
+from omni_grpc.channel import Channel
 from omni_grpc.config import load_pipeline
 from omni_grpc.v1 import service_pb2, service_pb2_grpc
 from tests.running import ServerProcess, alive, family, pipeline, replicas, serving, text_pipeline
@@ -183,15 +184,15 @@ async def test_tcp_does_what_unix_sockets_do() -> None:
 
 async def test_outputs_of_one_turn_travel_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
-    receive = ipc.Channel.receive
+    receive = Channel.receive
 
-    async def counted(self: ipc.Channel[Any, Any]) -> list[Any]:
+    async def counted(self: Channel[Any, Any]) -> list[Any]:
         messages = await receive(self)
         if emitted := sum(isinstance(message, ipc.Emitted) for message in messages):
             batches.append(emitted)
         return messages
 
-    monkeypatch.setattr(ipc.Channel, "receive", counted)
+    monkeypatch.setattr(Channel, "receive", counted)
     config = text_pipeline("burst", engine="python", model=f"{EXAMPLES}:Burst")
     async with serving(config) as running:
         answer = await collect(running.omni, stage_params=[script(outputs=100)])

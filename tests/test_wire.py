@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_grpc import types as t
+from omni_grpc.cutter import Cutter
 from omni_grpc.errors import InvalidField
-from omni_grpc.outbox import Cutter
 from omni_grpc.v1 import common_pb2, output_pb2, service_pb2
 from omni_grpc.wire.requests import decode_request, decode_tensor
 from omni_grpc.wire.values import DATA_TYPE, MODALITY, decode_struct

@@ -24,13 +24,13 @@ import msgspec
 import uvloop
 import zmq
 
+from omni_grpc.channel import Channel
 from omni_grpc.errors import DeadlineExceeded, InternalError, OmniError, StageError
 from omni_grpc.ipc import (
     CREDIT_STEP,
     WINDOW_BYTES,
     Abort,
     Admitted,
-    Channel,
     Control,
     ControlDone,
     Credit,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from omni_grpc import types as t
-from omni_grpc.outbox import PART_BYTES, Numbered
+from omni_grpc.cutter import PART_BYTES
+from omni_grpc.outbox import Numbered
 from omni_grpc.v1 import common_pb2, output_pb2, service_pb2
 from omni_grpc.wire.values import DATA_TYPE_OUT, ENCODING_OUT, MODALITY_OUT, REASON_OUT
 
