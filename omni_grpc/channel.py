@@ -19,6 +19,8 @@ import zmq
 
 log = logging.getLogger(__name__)
 
+MAX_STREAK = 8
+
 Out = TypeVar("Out")
 In = TypeVar("In")
 
@@ -33,6 +35,8 @@ class Channel(Generic[Out, In]):
     def __init__(self, socket: zmq.Socket[bytes], receives: Any) -> None:
         self._socket = socket
         self._waiter: asyncio.Future[None] | None = None
+        self._streak = 0
+        """Batches that were there without waiting, one after the other."""
         self._unsent: deque[bytes] = deque()
         """Batches that wait for the other end."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -130,10 +134,16 @@ class Channel(Generic[Out, In]):
             return self._readable(data, self.on_unreadable)
 
     async def _data(self) -> bytes:
+        self._streak += 1
+        if self._streak > MAX_STREAK:
+            # Who always finds something would never let anybody else have a turn of the loop.
+            self._streak = 0
+            await asyncio.sleep(0)
         while True:
             try:
                 return self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                self._streak = 0
                 self._waiter = self._loop.create_future()
             try:
                 self._attend()

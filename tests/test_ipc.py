@@ -233,3 +233,26 @@ def test_every_output_counts_against_the_window() -> None:
     assert output_size(StageOutput()) > 0
     empty, full = Audio(b"", AudioFormat(1)), Audio(bytes(1000), AudioFormat(1))
     assert output_size(StageOutput(full)) - output_size(StageOutput(empty)) == 1000
+
+
+async def test_who_always_finds_something_lets_others_have_their_turn(line: Any) -> None:
+    server, replica = line
+    for number in range(200):
+        server.send(Abort(number))
+        await asyncio.sleep(0)  # a batch for each
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    await asyncio.sleep(0.2)  # all of them are there
+    task = asyncio.create_task(other())
+    async with asyncio.timeout(5):
+        received = 0
+        while received < 200:
+            received += len(await replica.receive())
+    task.cancel()
+    assert turns >= 10
