@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -209,6 +210,12 @@ async def eventually(predicate: Callable[[], object], within: float = 1.0) -> No
 def slowdown() -> float:
     """How many times slower than when it is idle this machine is: what wants to run, per core."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def living(types: tuple[type, ...]) -> list[Any]:
+    """The objects of exactly these types that there are: of other tests too, whose failures pytest
+    may keep. (To ask every object for its class would be a warning of some library's.)"""
+    return [one for one in gc.get_objects() if type(one) in types]
 
 
 async def freed(server: Server, within: float = 1.0, *but: str) -> None:

@@ -666,7 +666,7 @@ def _own(error: RichError) -> str:
 async def test_random_schedules(
     stub: Any, server: Server, monkeypatch: pytest.MonkeyPatch, count: int, deadly: bool
 ) -> None:
-    monkeypatch.setattr(watch, "GROUP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(watch, "GROUP_TIMEOUT_S", 2.0)
     dice = random.Random(20 + deadly)
     schedules = [Schedule(dice, n, deadly=deadly) for n in range(count)]
     tasks = len(asyncio.all_tasks())

@@ -24,7 +24,7 @@ from tests.conftest import Serve
 from tests.running import pipeline
 from tests.sessions import Request as SessionRequest
 from tests.streaming import Update, chunk, header
-from tests.support import ask, client, collect, echo, eventually, freed, script, stub_of
+from tests.support import ask, client, collect, echo, eventually, freed, living, script, stub_of
 
 OURS = (Run, StageRun, TaskHandle, Outbox, Lane, Session)
 """What there is of every request or session while it is there."""
@@ -165,6 +165,7 @@ async def leaving(serve: Serve, requests: int, seed: int) -> None:
     async with client(served.server) as channel:
         stub = stub_of(channel)
         leaver = Leaver(stub, seed)
+        others = living(OURS)
         await leaver.many(AT_ONCE)
         await freed(served.server, 5)
         before = served.server.census().standing
@@ -174,9 +175,8 @@ async def leaving(serve: Serve, requests: int, seed: int) -> None:
         await eventually(lambda: served.server.census().standing == before, 5)
         print(f"  standing before and after: {dict(before)}")
         gc.collect()
-        # By type: to ask a module's deprecated name for its class would be a warning.
-        alive = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in OURS)
-        assert not alive, alive
+        left = [one for one in living(OURS) if not any(one is other for other in others)]
+        assert not left, Counter(type(one).__name__ for one in left)
         assert (await collect(stub))[-1].HasField("finished")
 
 
