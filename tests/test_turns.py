@@ -18,7 +18,7 @@ from omni_grpc.config import PipelineConfig
 from omni_grpc.server import Server
 from omni_grpc.v1 import output_pb2, params_pb2
 from tests.counting import VARIABLE, scheduled
-from tests.real import LANGUAGE_MODEL, SMALL_ENGINE, SMALL_ENVIRONMENT, real_server
+from tests.real import LANGUAGE_MODEL, SMALL_ENGINE, SMALL_ENVIRONMENT, letters, real_server
 from tests.streaming import Feeding, by_segment, chunk, ends, feed, lane_of, opened, refused, sent
 from tests.support import (
     ENVIRONMENT,
@@ -419,14 +419,9 @@ async def test_a_later_turn_is_spoken(voice: Any, voice_server: Server) -> None:
     assert "Paris" in answer
     parts = [r.output for r in responses if r.output.WhichOneof("content") == "audio"]
     second = b"".join(part.audio.data for part in parts if part.segment == 1)
-    assert heard(second) == words(answer)
+    assert heard(second) == letters(answer)
     for stage in ("thinker", "talker", "code2wav"):
         assert [n for s, n in ends(responses) if s == stage] == [0, 1]
-
-
-def words(text: str) -> str:
-    """Lower case, letters only."""
-    return " ".join(re.sub(r"[^a-z' ]", " ", text.lower()).split())
 
 
 def heard(data: bytes) -> str:
@@ -438,4 +433,4 @@ def heard(data: bytes) -> str:
     model = WhisperModel(str(get_model_path()), device="cpu", compute_type="int8", cpu_threads=1)
     sound = np.frombuffer(data, "<i2").astype(np.float32) / 32768
     found, _ = model.transcribe(soxr.resample(sound, 24000, 16000), beam_size=1, language="en")
-    return words(" ".join(segment.text for segment in found))
+    return letters(" ".join(segment.text for segment in found))
