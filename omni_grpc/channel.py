@@ -20,6 +20,8 @@ import zmq
 log = logging.getLogger(__name__)
 
 MAX_STREAK = 8
+# As plain integers: to combine flags costs more than to ask the socket.
+POLLIN, POLLOUT, EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -97,10 +99,10 @@ class Channel(Generic[Out, In]):
                 while self._unsent:
                     self._socket.send(self._unsent[0], zmq.NOBLOCK, copy=False)
                     self._unsent.popleft()
-            events = int(self._socket.getsockopt(zmq.EVENTS))
-            if not (self._unsent and events & zmq.POLLOUT):
+            events = int(self._socket.getsockopt(EVENTS))
+            if not (self._unsent and events & POLLOUT):
                 break
-        if events & zmq.POLLIN:
+        if events & POLLIN:
             self._wake()
 
     def _wake(self) -> None:

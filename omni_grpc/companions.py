@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omni_grpc.errors import InternalError, OmniError, StageError
 from omni_grpc.ipc import Task
 from omni_grpc.task import TaskHandle
-from omni_grpc.types import Payload, StageOutput
+from omni_grpc.types import Payload, StageOutput, TextDelta
 
 if TYPE_CHECKING:
     from omni_grpc.run import Run
@@ -72,6 +72,9 @@ class CompanionRun:
             self.stash.append(output.payload)
         if output.usage is not None:
             self._run.add_usage(output.usage)
+
+    def on_text(self, delta: TextDelta) -> None:
+        self.stash.append(delta)
 
     def on_ended(self, error: OmniError | None) -> None:
         self.holds = False

@@ -71,7 +71,7 @@ class Engine:
         self.settings = settings
         self.metrics = Metrics()
         self.orchestrator = Orchestrator(
-            partial(Outbox, settings.queue_bytes, settings.merge_window),
+            partial(Outbox, settings.queue_bytes),
             artifact_root,
             self.metrics,
             by_tenant=settings.auth is not None,

@@ -4,7 +4,8 @@ The life of a replica, seen from the server:
 
     ← Hello → Start ← Ready | StartFailed     then, at any time: ← Heartbeat, → Stop
     → Submit ← Admitted | Refused             a task's prepare
-    → Feed* ← Emitted* → Credit*              input and output, in order
+    → Feed* ← Emitted*, Spoken* → Credit*     input and output, in order
+    → Pace                                    how long text may wait for more
     → Feed of another stage's output ← Taken  so that a source pauses when it runs ahead
     → Feed with a number ← Fed                a client's chunk, checked before it counts
     → Steer ← Emitted (event)                 a change to what is being generated
@@ -69,7 +70,8 @@ class Task(msgspec.Struct, frozen=True):
     """One request's work at one stage.
 
     `id` is unique over the server's life, so late messages about an old task meet nobody. `prompt`
-    is what the task begins with, if it begins with one. `streaming`: more input comes by Feed.
+    is what the task begins with, if it begins with one. `joins`: its text may wait within the merge
+    window, because nobody but the client takes it. `streaming`: more input comes by Feed.
     `resumable`: the input comes in segments, all of it by Feed, and each is answered at its end.
     `first_segment` is the number of the first one; `history` is the conversation before it.
     `timeout_s` is what is left of the request's deadline when the task is sent.
@@ -80,6 +82,7 @@ class Task(msgspec.Struct, frozen=True):
     params: Params | None
     timeout_s: float
     prompt: Prompt | None = None
+    joins: bool = False
     streaming: bool = False
     resumable: bool = False
     first_segment: int = 0
@@ -135,6 +138,12 @@ class Credit(msgspec.Struct, frozen=True, tag=True):
     bytes: int
 
 
+class Pace(msgspec.Struct, frozen=True, tag=True):
+    """From now on text of tasks that join may wait so many seconds for more; 0: it does not."""
+
+    window_s: float
+
+
 class Control(msgspec.Struct, frozen=True, tag=True):
     """An operator's command to the stage."""
 
@@ -147,7 +156,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Close the stage and exit."""
 
 
-ToReplica = Start | Submit | Feed | Steer | Abort | Credit | Control | Stop
+ToReplica = Start | Submit | Feed | Steer | Abort | Credit | Pace | Control | Stop
 
 # ---------------------------------------------------------------- from the replica
 
@@ -206,6 +215,15 @@ class Emitted(msgspec.Struct, frozen=True, tag=True, gc=False):
     output: StageOutput
 
 
+class Spoken(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Plain text of several tasks, in columns of one length: text of the first answer in segment 0,
+    without anything else. What `Emitted` would say, for a fraction of the work."""
+
+    tasks: list[int]
+    texts: list[str]
+    token_ids: list[list[int]]
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A task's end: nothing of it is left in the replica. `error` None: it did all that was
     asked."""
@@ -237,6 +255,7 @@ FromReplica = (
     | Fed
     | Taken
     | Emitted
+    | Spoken
     | Ended
     | Heartbeat
     | ControlDone
@@ -251,6 +270,11 @@ def output_size(output: StageOutput) -> int:
     if output.progress is not None and output.progress.preview is not None:
         size += len(output.progress.preview.data)
     return size
+
+
+def text_size(text: str, token_ids: list[int]) -> int:
+    """The same of plain text: `output_size` of an output with nothing else in it."""
+    return OUTPUT_OVERHEAD + len(text) + 8 * len(token_ids)
 
 
 def payload_size(payload: Payload) -> int:

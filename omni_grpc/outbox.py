@@ -1,14 +1,12 @@
 """The queue between a request's stages and the writer of its stream.
 
-Never blocks the stages and never drops: text is merged while the writer is behind, or for a moment
-that a merge window gives it; sound, pictures and film are cut into messages that fit the contract's
-limits. `congested` tells the stages to pause when the client is slow, so the queue stays near
-`limit_bytes`."""
+Never blocks the stages and never drops: text is merged while the writer is behind; sound, pictures
+and film are cut into messages that fit the contract's limits. `congested` tells the stages to pause
+when the client is slow, so the queue stays near `limit_bytes`."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -35,10 +33,6 @@ MERGED_CHARACTERS = 8 << 10
 MERGED_TOKENS = 1024
 """Where merging stops and a new event begins, so that merging stays cheap however long the writer
 is behind."""
-WINDOW_STEPS = 6
-"""A merge window ends on a clock that all requests share, of so many steps a window: up to a step
-early, so that many are written in one turn of the loop, which costs half of a turn for each."""
-
 EVENT_OVERHEAD = 256
 """What an event counts beside its content, in bytes."""
 URGENT_NOTICES = 256
@@ -68,18 +62,10 @@ DISCARDED = (Output, StageProgress, SegmentEnd, Finished)
 
 
 class Outbox:
-    """One request's events on their way to the client. One writer.
+    """One request's events on their way to the client. One writer."""
 
-    `merge_window` (seconds): how long text waits for more to join it. Only text that waits alone
-    does, and never the first of an answer; whatever comes behind it sends it on its way."""
-
-    def __init__(self, limit_bytes: int, merge_window: float = 0.0) -> None:
+    def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._window = merge_window
-        self._hold: asyncio.TimerHandle | None = None
-        """While set, the text that waits is not given out; ends the wait."""
-        self._answer: tuple[str, int, int] | None = None
-        """Stage, index and segment of the text that was taken last."""
         self._events: deque[tuple[Queued, int]] = deque()
         self._urgent: deque[Queued] = deque()
         self._room = asyncio.Event()
@@ -133,7 +119,6 @@ class Outbox:
         self._events = deque(kept)
         self._bytes = sum(size for _, size in kept)
         self._closed = False
-        self._answer = None
         self._release()
         return dropped
 
@@ -149,21 +134,8 @@ class Outbox:
         size = event_size(event)
         self._events.append((event, size))
         self._bytes += size
-        if joined is not None:
-            return
-        if self._may_wait(event):
-            loop, step = asyncio.get_running_loop(), self._window / WINDOW_STEPS
-            due = math.floor((loop.time() + self._window) / step) * step
-            self._hold = loop.call_at(due, self._release)
-        else:
+        if joined is None:
             self._release()
-
-    def _may_wait(self, event: Queued) -> bool:
-        """Whether an event that was just added may wait for more."""
-        if not self._window or len(self._events) > 1 or self._urgent:
-            return False
-        answer = answer_of(event)
-        return answer is not None and answer == self._answer
 
     def overrun(self) -> None:
         """The reader is too far behind: what waits is dropped, and nothing is taken any more."""
@@ -188,7 +160,7 @@ class Outbox:
 
     async def get(self) -> Queued | None:
         """The next event; None after the last. Cancelling loses nothing."""
-        while (not self._events or self._hold is not None) and not self._urgent:
+        while not self._events and not self._urgent:
             if self._closed:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
@@ -202,24 +174,12 @@ class Outbox:
             return self._urgent.popleft()
         event, size = self._events.popleft()
         self._bytes -= size
-        if self._window:
-            self._answer = answer_of(event) or self._answer
         return event
 
     def _release(self) -> None:
-        """Nothing holds the writer back any more, and it is woken."""
-        if self._hold is not None:
-            self._hold.cancel()
-            self._hold = None
+        """Wakes the writer."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def answer_of(event: Queued) -> tuple[str, int, int] | None:
-    """Which answer an event is text of: stage, index, segment. None: it is something else."""
-    if isinstance(event, Output) and isinstance(event.content, TextDelta):
-        return event.stage, event.index, event.segment
-    return None
 
 
 def merge(last: Queued, new: Queued) -> Event | None:

@@ -146,6 +146,7 @@ class StagePool:
         self._slots = [Slot(self, number) for number in range(config.replicas)]
         self._observers: list[Callable[[], None]] = []
         self._load_observer: Callable[[], None] | None = None
+        self._window_s = 0.0
 
     @property
     def ready_replicas(self) -> int:
@@ -196,6 +197,13 @@ class StagePool:
                     group.create_task(slot.start())
         except* StartError as failures:
             raise failures.exceptions[0] from None
+
+    def pace(self, window_s: float) -> None:
+        """From now on, in all replicas, text that only a client takes may wait so long for more."""
+        self._window_s = window_s
+        for slot in self._slots:
+            if slot.replica is not None:
+                slot.replica.pace(window_s)
 
     def check_loaded(self) -> None:
         """Raises StageUnavailable where no replica has been ready yet: what the stage can do is not
@@ -268,6 +276,7 @@ class StagePool:
         replica = Replica(spec, config, settings, self.runtime.context, address)
         replica.on_freed = self.places.freed
         replica.on_load = self._load_changed
+        replica.pace(self._window_s)
         return replica
 
 

@@ -36,8 +36,10 @@ from omni_grpc.ipc import (
     FromReplica,
     Heartbeat,
     Hello,
+    Pace,
     Ready,
     Refused,
+    Spoken,
     StageSpec,
     Start,
     StartFailed,
@@ -47,6 +49,7 @@ from omni_grpc.ipc import (
     Task,
     ToReplica,
     output_size,
+    text_size,
 )
 from omni_grpc.process import ReplicaProcess, replica_environment
 from omni_grpc.task import TaskHandle, new_task_id
@@ -110,6 +113,8 @@ class Replica:
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._statistics = StageStatistics()
         self._sent_work = 0.0
+        self._window = 0.0
+        """How long its text may wait for more, in seconds."""
         self._last_sign = self._loop.time()
         self._sampled: float | None = None
         self.on_load: Callable[[], None] = _nobody
@@ -193,6 +198,8 @@ class Replica:
             raise
         self.state = State.READY
         self._last_sign = self._loop.time()
+        if self._window:
+            self.pace(self._window)
         self._helpers.append(asyncio.create_task(self._watch_signs()))
 
     async def _spawn(self) -> None:
@@ -289,6 +296,12 @@ class Replica:
             for handle in self._tasks.values()
         )
 
+    def pace(self, window_s: float) -> None:
+        """From now on text of tasks that join may wait so long for more."""
+        self._window = window_s
+        if self.state is State.READY:
+            self.send(Pace(window_s))
+
     # ------------------------------------------------------------ tasks
 
     def submit(self, task: Task, handle: TaskHandle) -> None:
@@ -362,6 +375,12 @@ class Replica:
                     if isinstance(output.payload, TextDelta):
                         handle.work = max(0.0, handle.work - len(output.payload.token_ids))
                     handle.sink.on_output(output)
+            case Spoken(task_ids, texts, token_ids):
+                for task_id, text, ids in zip(task_ids, texts, token_ids, strict=True):
+                    if handle := self._tasks.get(task_id):
+                        handle.owe(text_size(text, ids))
+                        handle.work = max(0.0, handle.work - len(ids))
+                        handle.sink.on_text(TextDelta(text, ids))
             case Admitted(task_id, prepare_ms):
                 if handle := self._tasks.get(task_id):
                     handle.sink.on_admitted(prepare_ms)

@@ -52,12 +52,7 @@ class Routing:
         if output.usage is not None:
             self._report.usage += output.usage
         if output.payload is not None:
-            self._remember(stage, output.segment, output.payload)
-            if stage.final:
-                self._emit(stage, output, output.payload)
-            if output.index == 0:
-                for consumer, bridge in stage.consumers:
-                    self._hand_on(consumer, bridge.push(output.payload))
+            self._route(stage, output.payload, output.index, output.segment)
         if output.progress is not None:
             stage.progress = Progress(output.progress.step, output.progress.total_steps)
             self.put(StageProgress(stage.node.name, output.progress))
@@ -66,18 +61,30 @@ class Routing:
             if output.segment_end:
                 self._segment_ended(stage, output.segment, output.finish.reason)
 
+    def route_text(self, stage: StageRun, delta: TextDelta) -> None:
+        """Sends plain text of a stage's first answer on its way."""
+        self._route(stage, delta, 0, 0)
+
+    def _route(self, stage: StageRun, payload: Payload, index: int, segment: int) -> None:
+        self._remember(stage, segment, payload)
+        if stage.final:
+            self._emit(stage, payload, index, segment)
+        if index == 0:
+            for consumer, bridge in stage.consumers:
+                self._hand_on(consumer, bridge.push(payload))
+
     def _remember(self, stage: StageRun, segment: int, payload: Payload) -> None:
         if stage.memory is not None and isinstance(payload, TextDelta):
             stage.memory.answer(payload.text)
         if isinstance(payload, Tensors):
             self._delivery.timeline.speak(segment, payload)
 
-    def _emit(self, stage: StageRun, output: StageOutput, payload: Payload) -> None:
+    def _emit(self, stage: StageRun, payload: Payload, index: int, segment: int) -> None:
         assert stage.node.config.output is not None
         self._report.output(stage.node.name, stage.node.config.output, payload)
         self._touched()
         for content in stage.cutter.cut(payload):
-            self.put(Output(stage.node.name, output.index, output.segment, content))
+            self.put(Output(stage.node.name, index, segment, content))
 
     def _segment_ended(self, stage: StageRun, segment: int, reason: FinishReason) -> None:
         self._touched()

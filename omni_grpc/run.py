@@ -48,6 +48,7 @@ from omni_grpc.types import (
     Notice,
     Prompt,
     StageOutput,
+    TextDelta,
     Usage,
 )
 from omni_grpc.watch import Watch
@@ -327,6 +328,13 @@ class Run:
         if output.event is not None:
             self._event_changed(output.event)
         self._routing.route(stage, output)
+
+    def stage_text(self, stage: StageRun, delta: TextDelta) -> None:
+        """A stage gave plain text: what `stage_output` does, for what comes most."""
+        if self._over:
+            return
+        stage.heard_at, stage.gave = self._loop.time(), True
+        self._routing.route_text(stage, delta)
 
     def add_usage(self, usage: Usage) -> None:
         """Counts what a companion used."""

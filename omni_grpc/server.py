@@ -33,6 +33,7 @@ from omni_grpc.observation import Observation
 from omni_grpc.orca import Reports, add_orca
 from omni_grpc.placement import Starts, check_memory
 from omni_grpc.pool import Runtime, StagePool
+from omni_grpc.pressure import Pressure
 from omni_grpc.scrape import Scrape
 from omni_grpc.servicer import OmniServicer
 from omni_grpc.topology import build_pipeline
@@ -87,6 +88,7 @@ class Server:
         self._load = LoadFeed(self.engine)
         self._reports = Reports(self._load)
         self._scrape = Scrape(self.engine)
+        self._pressure = Pressure(self._pace, settings.merge_window, settings.busy_merge_window)
         self._listeners.observe(
             Observation(self.engine.metrics, self._reports.count, self._reports.trailers)
         )
@@ -116,6 +118,11 @@ class Server:
         if self.settings.health_port is not None:
             await self._start_health(self.settings.health_port, servicer)
         self._listeners.start()
+        self._pressure.start()
+
+    def _pace(self, window_s: float) -> None:
+        for pool in self._pools:
+            pool.pace(window_s)
 
     async def _start_admin(self, port: int) -> None:
         """Listens for operators."""
@@ -219,6 +226,7 @@ class Server:
         await self._grpc.stop(STOP_GRACE_S)
         await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in self._more))
         self._listeners.stop()
+        await self._pressure.stop()
         await self._scrape.stop()
         await asyncio.gather(*(pool.close() for pool in self._pools))
         self._context.destroy(linger=0)

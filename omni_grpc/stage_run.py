@@ -15,7 +15,7 @@ from omni_grpc.ipc import WINDOW_BYTES, Task, payload_size
 from omni_grpc.pipelines.bridges import Bridge
 from omni_grpc.task import TaskHandle
 from omni_grpc.topology import StageNode
-from omni_grpc.types import Params, Payload, Progress, Prompt, StageOutput
+from omni_grpc.types import Params, Payload, Progress, Prompt, StageOutput, TextDelta
 
 if TYPE_CHECKING:
     from omni_grpc.run import Run
@@ -172,6 +172,9 @@ class StageRun:
 
     def on_output(self, output: StageOutput) -> None:
         self._contained(self._run.stage_output, self, output)
+
+    def on_text(self, delta: TextDelta) -> None:
+        self._contained(self._run.stage_text, self, delta)
 
     def on_ended(self, error: OmniError | None) -> None:
         self.holds = False

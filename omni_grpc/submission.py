@@ -133,6 +133,8 @@ class Submission:
             id=new_task_id(),
             request_id=request.request_id,
             params=self._plan.params[node.name],
+            # Text that another stage takes too goes on at once.
+            joins=not any(other.name in node.consumers for other in self._plan.needed),
             timeout_s=max(0.0, left),
             prompt=None if request.resumable else prompt,
             streaming=request.resumable or not entry,

@@ -10,7 +10,14 @@ from typing import Protocol
 
 from omni_grpc.errors import OmniError
 from omni_grpc.ipc import CREDIT_STEP, Abort, Credit, Feed, Steer, Task, ToReplica
-from omni_grpc.types import InteractionEvent, Params, Payload, Prompt, StageOutput
+from omni_grpc.types import (
+    InteractionEvent,
+    Params,
+    Payload,
+    Prompt,
+    StageOutput,
+    TextDelta,
+)
 
 _task_ids = itertools.count(1)
 
@@ -44,6 +51,9 @@ class TaskSink(Protocol):
 
     def on_output(self, output: StageOutput) -> None:
         """The task gave something."""
+
+    def on_text(self, delta: TextDelta) -> None:
+        """The task gave plain text, as `on_output` would tell with nothing else in it."""
 
     def on_ended(self, error: OmniError | None) -> None:
         """Nothing of the task is left in the replica, or it was aborted while it waited. The last

@@ -78,6 +78,10 @@ MergeWindow = Annotated[
         help="Seconds that text waits for more to join it in one message.", show_default="0"
     ),
 ]
+BusyMergeWindow = Annotated[
+    float | None,
+    typer.Option(help="The same at most, while the server is busy.", show_default="0.1"),
+]
 MetricsPort = Annotated[
     int | None,
     typer.Option(help="Port of Prometheus metrics; 0 picks a free one.", show_default="none"),
@@ -116,6 +120,7 @@ def serve(
         typer.Option(help="Seconds for running requests after that.", show_default="30"),
     ] = None,
     merge_window: MergeWindow = None,
+    busy_merge_window: BusyMergeWindow = None,
     metrics_port: MetricsPort = None,
     log_format: Annotated[LogFormat, typer.Option(help="Form of the log.")] = "text",
     otlp_endpoint: OtlpEndpoint = None,
@@ -137,6 +142,7 @@ def serve(
         "drain_delay": drain_delay,
         "drain_timeout": drain_timeout,
         "merge_window": merge_window,
+        "busy_merge_window": busy_merge_window,
     }
     logs.set_up(log_format)
     given = {name: value for name, value in options.items() if value is not None}

@@ -73,7 +73,10 @@ class ServerConfig(Frozen):
     merge_window: Annotated[float, Field(ge=0, le=10)] = 0.0
     """How long text waits for more to join it in one message, which saves most of the server's
     work. The first text of an answer never waits, nothing else does, and an answer's end ends the
-    wait."""
+    wait. Nor does text wait that another stage takes."""
+    busy_merge_window: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """How long it waits at most while the server is busy; the busier, the longer. 0: never longer
+    than `merge_window`."""
     write_timeout: Seconds = 30.0
     """Longest time that a client may leave an output unread."""
     progress_interval: Seconds = 30.0

@@ -192,6 +192,11 @@ class Stage(ABC, Generic[Prepared]):
         each Feed with `end_of_segment`: its last output there has `segment_end` and `finish` set.
         """
 
+    def shorten(self, prepared: Prepared, say: Callable[[str, list[int]], None]) -> None:
+        """Offers a short cut, before `run`: plain text (with its token ids) of the only answer may
+        go to `say` in the engine's own turn, where `run` would only hand it through. Order is the
+        stage's to keep. By default it is not taken."""
+
     async def control(self, command: str, arguments: dict[str, Any]) -> None:
         """Carries out an operator's command; NotSupported if this engine does not know it."""
         raise NotSupported(f"engine {self.spec.engine!r} does not support {command!r}")

@@ -14,13 +14,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-import msgspec
 import uvloop
 import zmq
 
@@ -28,7 +27,6 @@ from omni_grpc.channel import Channel
 from omni_grpc.errors import DeadlineExceeded, InternalError, OmniError, StageError
 from omni_grpc.ipc import (
     CREDIT_STEP,
-    WINDOW_BYTES,
     Abort,
     Admitted,
     Control,
@@ -41,8 +39,10 @@ from omni_grpc.ipc import (
     FromReplica,
     Heartbeat,
     Hello,
+    Pace,
     Ready,
     Refused,
+    Spoken,
     Start,
     StartFailed,
     Steer,
@@ -51,17 +51,18 @@ from omni_grpc.ipc import (
     Taken,
     Task,
     ToReplica,
-    output_size,
     payload_size,
 )
 from omni_grpc.stages import guard, registry
 from omni_grpc.stages.base import Inputs, ReplicaDead, Stage
+from omni_grpc.stages.outflow import Outflow, Stream
 from omni_grpc.types import (
     EventChange,
     EventState,
     InteractionEvent,
     StageOutput,
     StageStatistics,
+    TextDelta,
 )
 
 log = logging.getLogger("omni_grpc.replica")
@@ -69,37 +70,13 @@ log = logging.getLogger("omni_grpc.replica")
 HEARTBEAT_S = 1.0
 
 
-class Window:
-    """Bytes of a task's output under way; `take` waits while there are WINDOW_BYTES of them or
-    more."""
-
-    def __init__(self) -> None:
-        self._outstanding = 0
-        self._open = asyncio.Event()
-        self._open.set()
-
-    async def take(self, size: int) -> None:
-        """Counts `size` bytes, after waiting for room. One output may be larger than the window."""
-        if not self._open.is_set():
-            await self._open.wait()
-        self._outstanding += size
-        if self._outstanding >= WINDOW_BYTES:
-            self._open.clear()
-
-    def give(self, size: int) -> None:
-        """The consumer took `size` bytes."""
-        self._outstanding -= size
-        if self._outstanding < WINDOW_BYTES:
-            self._open.set()
-
-
 @dataclass(slots=True)
 class Job:
     """A task in this process."""
 
     task: Task
+    outputs: Stream
     inputs: Inputs = field(default_factory=Inputs)
-    window: Window = field(default_factory=Window)
     runner: asyncio.Task[None] | None = None
     steering: asyncio.Task[None] | None = None
     """Takes the event that came last; each waits for the one before."""
@@ -112,8 +89,6 @@ class Job:
     """Bytes that the stage took and the server was not told of yet."""
     failure: OmniError | None = None
     """Why the runner was cancelled, if it was not by Abort."""
-    segment: int = 0
-    """Number of the segment that is being answered."""
 
 
 class Host:
@@ -122,6 +97,7 @@ class Host:
     def __init__(self, stage: Stage[Any], channel: Channel[FromReplica, ToReplica]) -> None:
         self._stage = stage
         self._channel = channel
+        self._outflow = Outflow(channel.send)
         self._jobs: dict[int, Job] = {}
         self._controls: set[asyncio.Task[None]] = set()
         channel.repair = self._repaired
@@ -149,7 +125,7 @@ class Host:
         failed: set[int] = set()
         error = StageError(f"stage {self._stage.spec.stage!r} failed")
         repaired: list[FromReplica] = []
-        for message in batch:
+        for message in _apart(batch):
             if isinstance(message, Emitted) and (message.task in failed or not sendable(message)):
                 failed.add(message.task)
             elif isinstance(message, Ended) and message.task in failed:
@@ -179,7 +155,10 @@ class Host:
     def _handle(self, message: ToReplica) -> None:
         match message:
             case Submit(task):
-                job = self._jobs[task.id] = Job(task, segment=task.first_segment)
+                stream = Stream(
+                    self._outflow, task.id, joins=task.joins, segment=task.first_segment
+                )
+                job = self._jobs[task.id] = Job(task, stream)
                 job.inputs = Inputs(partial(self._taken, job))
                 if not task.streaming:
                     job.inputs.put(Feed(task.id, end=True))
@@ -193,11 +172,13 @@ class Host:
                     target.steering = asyncio.create_task(self._steer(target, event, before))
             case Credit():
                 if target := self._jobs.get(message.task):
-                    target.window.give(message.bytes)
+                    target.outputs.give(message.bytes)
             case Abort():
                 if (target := self._jobs.get(message.task)) and target.runner:
                     # Soon, not now: cancelled before its first step, it would say no last word.
                     asyncio.get_running_loop().call_soon(target.runner.cancel)
+            case Pace():
+                self._outflow.window = message.window_s
             case Control():
                 call = asyncio.create_task(self._control(message))
                 self._controls.add(call)
@@ -242,6 +223,7 @@ class Host:
             error = self._failed("raised")
         finally:
             del self._jobs[task.id]
+            job.outputs.drop()
             for helper in (job.feeder, job.steering):
                 if helper is not None:
                     helper.cancel()
@@ -253,14 +235,13 @@ class Host:
                 self._channel.send(Refused(task.id, record))
 
     async def _pump(self, job: Job, prepared: Any) -> None:
-        task_id = job.task.id
+        stream = job.outputs
+        self._stage.shorten(prepared, stream.say)
         async with aclosing(self._stage.run(job.task, prepared, job.inputs)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
-                await job.window.take(output_size(output))
-                if job.segment:
-                    output = msgspec.structs.replace(output, segment=job.segment)
-                self._channel.send(Emitted(task_id, output))
-                job.segment += output.segment_end
+                await stream.room()
+                stream.put(output)
+        stream.close()
 
     def _feed(self, job: Job, feed: Feed) -> None:
         if feed.number is None:
@@ -349,6 +330,18 @@ class Host:
         for runner in runners:
             runner.cancel()
         await asyncio.gather(*runners, *self._controls, return_exceptions=True)
+
+
+def _apart(batch: list[FromReplica]) -> Iterator[FromReplica]:
+    """The batch with each task's text in a message of its own."""
+    for message in batch:
+        if isinstance(message, Spoken):
+            for task, text, ids in zip(
+                message.tasks, message.texts, message.token_ids, strict=True
+            ):
+                yield Emitted(task, StageOutput(TextDelta(text, ids)))
+        else:
+            yield message
 
 
 def _die() -> NoReturn:

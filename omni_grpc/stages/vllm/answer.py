@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from vllm.outputs import STREAM_FINISHED
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from omni_grpc import types as t
 from omni_grpc.errors import InvalidField
+from omni_grpc.stages.vllm.load import WatchedEngine
 from omni_grpc.stages.vllm.outputs import EngineGaveUp, stage_outputs
 from omni_grpc.stages.vllm.params import form_path
+from omni_grpc.stages.vllm.shortcut import Line
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,10 +26,13 @@ class Submitted:
     """Whether it has media and nothing was said yet: then it may be sent a second time."""
     form: t.StructuredOutputs | None = None
     """The form that the engine has to compile before it says anything; None once it did."""
+    line: Line | None = None
+    """Its short cut, if it has one."""
 
 
-async def answer(engine: AsyncLLM, prepared: Submitted) -> AsyncGenerator[t.StageOutput]:
-    """The outputs of a request, usage last. Left early, the request is aborted.
+async def answer(engine: WatchedEngine, prepared: Submitted) -> AsyncGenerator[t.StageOutput]:
+    """The outputs of a request, usage last; without those that take its short cut. Left early, the
+    request is aborted.
 
     Raises EngineGaveUp, EngineDeadError."""
     collector, generated, cached = prepared.collector, 0, 0
@@ -48,9 +52,12 @@ async def answer(engine: AsyncLLM, prepared: Submitted) -> AsyncGenerator[t.Stag
                 yield delta
             prompt_told = prompt_told or bool(output.prompt_logprobs)
     finally:
+        engine.short_cut.close(collector.request_id)
         if not finished:
             await engine.abort(collector.request_id, internal=True)
         collector.close()
+    if prepared.line is not None:
+        generated += prepared.line.tokens
     yield t.StageOutput(usage=t.Usage(prepared.prompt_tokens, cached, generated))
 
 

@@ -8,6 +8,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
+from omni_grpc.stages.vllm.shortcut import ShortCut
 from omni_grpc.types import StageStatistics
 
 
@@ -56,12 +57,14 @@ class WatchedEngine(AsyncLLM):  # type: ignore[misc]
     each time), and a logger for Prometheus that nobody would read."""
 
     load: EngineLoad
+    short_cut: ShortCut
 
     @classmethod
     def make(cls, arguments: AsyncEngineArgs) -> WatchedEngine:
         """An engine of these arguments, which say `disable_log_stats`."""
         engine: WatchedEngine = cls.from_engine_args(arguments, stat_loggers=[EngineLoad])
         manager = engine.logger_manager
+        engine.short_cut = ShortCut(engine.output_processor)
         engine.load = next(one for one in manager.stat_loggers if isinstance(one, EngineLoad))
         manager.stat_loggers = [engine.load]
         return engine

@@ -26,6 +26,15 @@ MAX_REASON = 400
 """Most characters of vLLM's own words that go to a client: a status is small."""
 
 
+class OwnParams(SamplingParams):  # type: ignore[misc]
+    """Parameters of one request alone: vLLM copies those that it is given, deeply, in case that
+    others have them too."""
+
+    def clone(self) -> OwnParams:
+        """Itself."""
+        return self
+
+
 def sampling_params(
     asked: t.SamplingParams, defaults: Mapping[str, Any], *, room: int
 ) -> SamplingParams:
@@ -45,7 +54,7 @@ def sampling_params(
     least, most = values.get("min_tokens", 0), values["max_tokens"]
     if least > most:
         raise InvalidField("params.min_tokens", f"must be at most max_tokens, here {most}")
-    return SamplingParams(output_kind=RequestOutputKind.DELTA, **values)
+    return OwnParams(output_kind=RequestOutputKind.DELTA, **values)
 
 
 def _to_vllm(value: Any) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from importlib import metadata
 from pathlib import Path
@@ -220,6 +220,11 @@ class VllmStage(Stage[Submitted | Session]):
             await prepared.update(feed)
 
     # ------------------------------------------------------------ run
+
+    def shorten(self, prepared: Submitted | Session, say: Callable[[str, list[int]], None]) -> None:
+        # vLLM's own accounts, where they are kept, need every token.
+        if isinstance(prepared, Submitted) and not self._engine.log_stats:
+            prepared.line = self._engine.short_cut.open(prepared.collector.request_id, say)
 
     async def run(
         self, task: Task, prepared: Submitted | Session, inputs: Inputs
