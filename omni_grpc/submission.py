@@ -50,6 +50,12 @@ class Submission:
         self._deadline_at = deadline_at
         self._options = plan.request.options
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything to wait for: a transform works in a thread, and the companions
+        that an expansion makes go through it too."""
+        return self._plan.pipeline.transform is not None
+
     async def transform(self) -> None:
         """Makes stage 0's view of prompt and options."""
         request_id = self._plan.request.request_id
