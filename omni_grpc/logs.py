@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -12,6 +13,7 @@ LogFormat = Literal["text", "json"]
 log = logging.getLogger("omni_grpc")
 
 TEXT = "%(asctime)s %(levelname)s %(message)s"
+SECOND = "%Y-%m-%d %H:%M:%S"
 
 
 class JsonFormatter(logging.Formatter):
@@ -32,6 +34,21 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False, default=str)
 
 
+class TextFormatter(logging.Formatter):
+    """A line of text. The time to the second is made once a second, not once a line."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT)
+        self._second, self._time = -1, ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        """Local time to the millisecond, as logging's own is."""
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._time = second, time.strftime(SECOND, time.localtime(second))
+        return f"{self._time},{int(record.msecs):03d}"
+
+
 def announce(line: str) -> None:
     """Tells whoever started the server something: on standard output, or, where the log is for
     machines, in the log."""
@@ -44,7 +61,10 @@ def announce(line: str) -> None:
 
 def set_up(form: LogFormat) -> None:
     """Sends the log to standard error in this form."""
+    # In no line: neither who called, for which the stack is walked, nor what ran it.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.captureWarnings(form == "json")
