@@ -109,8 +109,7 @@ class Engine:
     def plan(self, request: Request) -> Plan:
         """The request checked against its pipeline. Binds nothing."""
         pipeline = self._pipeline(request.pipeline)
-        finals = pipeline.finals(request.output_modalities, "output_modalities")
-        needed = pipeline.needed(finals)
+        finals, needed = pipeline.way(request.output_modalities, "output_modalities")
         check_prompt(request, pipeline)
         check_options(request.options, pipeline.entry)
         check_guidance(request.prompt, needed)
