@@ -8,7 +8,7 @@ knows (tokens, context, its own limits) is checked by stage 0's `prepare`, befor
 from __future__ import annotations
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,7 +125,7 @@ class Engine:
             check_resumable(needed, params, paths)
         limit = pipeline.config.max_duration
         return Plan(
-            request=request if request.request_id else _with_id(request, f"req-{uuid.uuid4().hex}"),
+            request=request if request.request_id else _with_id(request, f"req-{secrets.token_hex(16)}"),
             pipeline=pipeline,
             finals=finals,
             needed=needed,

@@ -12,7 +12,6 @@ from typing import Literal
 LogFormat = Literal["text", "json"]
 log = logging.getLogger("omni_grpc")
 
-TEXT = "%(asctime)s %(levelname)s %(message)s"
 SECOND = "%Y-%m-%d %H:%M:%S"
 
 
@@ -35,10 +34,11 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line of text. The time to the second is made once a second, not once a line."""
+    """A line of text: time, level, message. Every call has one, so the time to the second is made
+    once a second, not once a line."""
 
     def __init__(self) -> None:
-        super().__init__(TEXT)
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
         self._second, self._time = -1, ""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
@@ -47,6 +47,12 @@ class TextFormatter(logging.Formatter):
         if second != self._second:
             self._second, self._time = second, time.strftime(SECOND, time.localtime(second))
         return f"{self._time},{int(record.msecs):03d}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        if record.exc_info or record.stack_info:
+            return super().format(record)
+        return f"{self.formatTime(record)} {record.levelname} {record.getMessage()}"
 
 
 def announce(line: str) -> None:
