@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from omni_grpc.admission import (
     check_answers,
     check_guidance,
@@ -125,7 +127,7 @@ class Engine:
             check_resumable(needed, params, paths)
         limit = pipeline.config.max_duration
         return Plan(
-            request=request if request.request_id else _with_id(request, f"req-{secrets.token_hex(16)}"),
+            request=request if request.request_id else _named(request),
             pipeline=pipeline,
             finals=finals,
             needed=needed,
@@ -227,14 +229,5 @@ async def _resolved(
         yield resolve_chunk(update, run.plan, lane)
 
 
-def _with_id(request: Request, request_id: str) -> Request:
-    return Request(
-        request_id,
-        request.pipeline,
-        request.prompt,
-        request.stage_params,
-        request.output_modalities,
-        request.resumable,
-        request.options,
-        request.timeout_s,
-    )
+def _named(request: Request) -> Request:
+    return replace(request, request_id=f"req-{secrets.token_hex(16)}")

@@ -69,8 +69,9 @@ class Submission:
     ) -> tuple[Prompt, dict[str, Any]]:
         """A prompt as stage 0 sees it, and the additional information that goes with it. A
         diffusion stage takes both as they are, but for the keys that no client sets."""
-        given = self._plan.request.options.additional_information or {}
-        information = copy.deepcopy({k: v for k, v in given.items() if k not in OWNED_KEYS})
+        information: dict[str, Any] = {}
+        if given := self._plan.request.options.additional_information:
+            information = copy.deepcopy({k: v for k, v in given.items() if k not in OWNED_KEYS})
         if self._plan.pipeline.entry.config.engine in DIFFUSION:
             return prompt, information
         information["global_request_id"] = request_id

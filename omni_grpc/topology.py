@@ -39,11 +39,11 @@ class StageNode:
     constraints: Params | None
     consumers: tuple[str, ...]
     """Names of the stages that take its outputs."""
+    name: str = field(init=False)
+    """The stage's name."""
 
-    @property
-    def name(self) -> str:
-        """The stage's name."""
-        return self.config.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.config.name)
 
     @property
     def params_field(self) -> str:

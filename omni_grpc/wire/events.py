@@ -92,8 +92,11 @@ def _fill_finished(message: output_pb2.Finished, event: t.Finished) -> None:
     timings.SetInParent()
     timings.preprocess_ms, timings.transform_ms = took.preprocess_ms, took.transform_ms
     timings.queue_wait_ms, timings.total_ms = took.queue_wait_ms, took.total_ms
-    timings.stage_ms.update(took.stage_ms)
-    timings.first_output_ms.update(took.first_output_ms)
+    # One by one: protobuf's `update` is slower.
+    for stage, spent in took.stage_ms.items():
+        timings.stage_ms[stage] = spent
+    for modality, spent in took.first_output_ms.items():
+        timings.first_output_ms[modality] = spent
 
 
 def _fill_stage_finish(message: output_pb2.StageFinish, entry: t.StageFinish) -> None:
