@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +80,7 @@ class Engine:
         )
         self.budget = Budget(settings)
         self.draining = False
+        self._users = _users(pipelines.values())
 
     # ------------------------------------------------------------ requests
 
@@ -187,20 +188,13 @@ class Engine:
     @property
     def pools(self) -> list[StagePool]:
         """Every pool once."""
-        pools = {id(n.pool): n.pool for p in self.pipelines.values() for n in p.stages.values()}
-        return list(pools.values())
+        return list(self._users)
 
     def load(self) -> list[StageStatistics]:
         """The present load; a shared stage once."""
-        users: dict[int, list[str]] = {}
-        for pipeline in self.pipelines.values():
-            for node in pipeline.stages.values():
-                users.setdefault(id(node.pool), []).append(pipeline.name)
         return [
-            StageStatistics(
-                tuple(users[id(pool)]), pool.config.name, pool.statistics(), pool.places.waiting
-            )
-            for pool in self.pools
+            StageStatistics(users, pool.config.name, pool.statistics(), pool.places.waiting)
+            for pool, users in self._users.items()
         ]
 
     async def drain(self, timeout_s: float) -> None:
@@ -212,6 +206,15 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 await self.orchestrator.idle()
         self.orchestrator.close_all(Draining("the server stopped", retry_after_s=DRAIN_RETRY_S))
+
+
+def _users(pipelines: Iterable[Pipeline]) -> dict[StagePool, tuple[str, ...]]:
+    """The names of the pipelines that use each pool."""
+    users: dict[StagePool, tuple[str, ...]] = {}
+    for pipeline in pipelines:
+        for node in pipeline.stages.values():
+            users[node.pool] = (*users.get(node.pool, ()), pipeline.name)
+    return users
 
 
 def _share(plan: Plan) -> Share:

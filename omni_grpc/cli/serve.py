@@ -27,8 +27,8 @@ from omni_grpc.types import Modality
 
 log = logging.getLogger("omni_grpc")
 
-YOUNG_OBJECTS = 5_000
-"""How many objects are made before the garbage collector looks at them. It takes about half a
+YOUNG_OBJECTS = 10_000
+"""How many objects are made before the garbage collector looks at them. It takes about a
 millisecond then."""
 
 
