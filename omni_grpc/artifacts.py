@@ -28,10 +28,12 @@ class Artifacts:
 
     Transforms use it from threads, which nothing can stop: what is deleted while one works is
     deleted when it has ended, with all that it made in between.
+
+    `root` is a resolved path: to resolve it takes a system call for each of its parts.
     """
 
     def __init__(self, root: Path, whole: Artifacts | None = None) -> None:
-        self._root = root.resolve()
+        self._root = root
         self._whole = whole or self
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()

@@ -8,12 +8,14 @@ knows (tokens, context, its own limits) is checked by stage 0's `prepare`, befor
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Mapping
+import secrets
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from omni_grpc.admission import (
     check_answers,
@@ -78,6 +80,7 @@ class Engine:
         )
         self.budget = Budget(settings)
         self.draining = False
+        self._users = _users(pipelines.values())
 
     # ------------------------------------------------------------ requests
 
@@ -109,8 +112,7 @@ class Engine:
     def plan(self, request: Request) -> Plan:
         """The request checked against its pipeline. Binds nothing."""
         pipeline = self._pipeline(request.pipeline)
-        finals = pipeline.finals(request.output_modalities, "output_modalities")
-        needed = pipeline.needed(finals)
+        finals, needed = pipeline.way(request.output_modalities, "output_modalities")
         check_prompt(request, pipeline)
         check_options(request.options, pipeline.entry)
         check_guidance(request.prompt, needed)
@@ -126,7 +128,7 @@ class Engine:
             check_resumable(needed, params, paths)
         limit = pipeline.config.max_duration
         return Plan(
-            request=request if request.request_id else _with_id(request, f"req-{uuid.uuid4().hex}"),
+            request=request if request.request_id else _named(request),
             pipeline=pipeline,
             finals=finals,
             needed=needed,
@@ -186,20 +188,13 @@ class Engine:
     @property
     def pools(self) -> list[StagePool]:
         """Every pool once."""
-        pools = {id(n.pool): n.pool for p in self.pipelines.values() for n in p.stages.values()}
-        return list(pools.values())
+        return list(self._users)
 
     def load(self) -> list[StageStatistics]:
         """The present load; a shared stage once."""
-        users: dict[int, list[str]] = {}
-        for pipeline in self.pipelines.values():
-            for node in pipeline.stages.values():
-                users.setdefault(id(node.pool), []).append(pipeline.name)
         return [
-            StageStatistics(
-                tuple(users[id(pool)]), pool.config.name, pool.statistics(), pool.places.waiting
-            )
-            for pool in self.pools
+            StageStatistics(users, pool.config.name, pool.statistics(), pool.places.waiting)
+            for pool, users in self._users.items()
         ]
 
     async def drain(self, timeout_s: float) -> None:
@@ -211,6 +206,15 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 await self.orchestrator.idle()
         self.orchestrator.close_all(Draining("the server stopped", retry_after_s=DRAIN_RETRY_S))
+
+
+def _users(pipelines: Iterable[Pipeline]) -> dict[StagePool, tuple[str, ...]]:
+    """The names of the pipelines that use each pool."""
+    users: dict[StagePool, tuple[str, ...]] = {}
+    for pipeline in pipelines:
+        for node in pipeline.stages.values():
+            users[node.pool] = (*users.get(node.pool, ()), pipeline.name)
+    return users
 
 
 def _share(plan: Plan) -> Share:
@@ -228,14 +232,5 @@ async def _resolved(
         yield resolve_chunk(update, run.plan, lane)
 
 
-def _with_id(request: Request, request_id: str) -> Request:
-    return Request(
-        request_id,
-        request.pipeline,
-        request.prompt,
-        request.stage_params,
-        request.output_modalities,
-        request.resumable,
-        request.options,
-        request.timeout_s,
-    )
+def _named(request: Request) -> Request:
+    return replace(request, request_id=f"req-{secrets.token_hex(16)}")

@@ -24,6 +24,7 @@ class Graph:
         self.group = Group([])
         self._run = run
         self._plan = plan
+        self._first = plan.pipeline.entry.name
         self._stages = {node.name: StageRun(run, node) for node in plan.needed}
         self._retired: list[StageRun | CompanionRun] = []
         self._connect()
@@ -43,7 +44,7 @@ class Graph:
     @property
     def entry(self) -> StageRun:
         """Stage 0."""
-        return self._stages[self._plan.pipeline.entry.name]
+        return self._stages[self._first]
 
     def __iter__(self) -> Iterator[StageRun]:
         return iter(self._stages.values())

@@ -196,7 +196,7 @@ def set_request_id(request_id: str) -> None:
 
 def mirrored(request_id: str) -> str:
     """The id as metadata may carry it: percent-encoded if it is not all printable ASCII."""
-    if all(" " <= character <= "~" for character in request_id):
+    if request_id.isascii() and request_id.isprintable():
         return request_id
     return quote(request_id, safe="")
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -25,8 +26,8 @@ FACTORS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0, 1.2, 1.5, 2.0, 5.0)
 
 
 class Buckets:
-    """A histogram that is filled once per message: adding costs no lock and a third of a
-    microsecond. From one thread."""
+    """A histogram that is filled for every request, or every message: adding costs no lock and a
+    third of a microsecond, a tenth of what Prometheus's own takes. From one thread."""
 
     __slots__ = ("_bounds", "counts", "total")
 
@@ -53,15 +54,23 @@ class BucketFamily(Collector):
     """Buckets by labels, as one metric of a registry."""
 
     def __init__(
-        self, registry: CollectorRegistry, name: str, text: str, labels: tuple[str, ...] = ()
+        self,
+        registry: CollectorRegistry,
+        name: str,
+        text: str,
+        labels: tuple[str, ...] = (),
+        bounds: tuple[float, ...] = SHORT_S,
     ) -> None:
-        self._name, self._text, self._labels = name, text, labels
+        self._name, self._text, self._labels, self._bounds = name, text, labels, bounds
         self._children: dict[tuple[str, ...], Buckets] = {}
         registry.register(self)
 
     def labels(self, *values: str) -> Buckets:
         """The buckets of these labels, made where there are none yet."""
-        return self._children.setdefault(values, Buckets())
+        found = self._children.get(values)
+        if found is None:
+            found = self._children[values] = Buckets(self._bounds)
+        return found
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
         """What it is called; nothing is collected to find that out."""
@@ -96,6 +105,8 @@ class Metrics:
             ("method", "code"),
             registry=self.registry,
         )
+        self.rpcs_of = cache(self.rpcs.labels)
+        """`rpcs.labels`, without its lock for labels that it has had. Nothing is ever removed."""
         self.rpc_seconds = self._histogram(
             "rpc_duration_seconds", "From a call's headers to its status.", "method", "code"
         )
@@ -119,6 +130,8 @@ class Metrics:
             ("pipeline", "outcome"),
             registry=self.registry,
         )
+        self.requests_of = cache(self.requests.labels)
+        """As `rpcs_of`."""
         self.queue_wait = self._histogram(
             "queue_wait_seconds",
             "From sending a request to stage 0 until that took it, without its preparation.",
@@ -145,11 +158,12 @@ class Metrics:
             "pipeline",
             "modality",
         )
-        self.chunk_gap = BucketFamily(
-            self.registry,
-            "omni_grpc_chunk_gap_seconds",
+        self.chunk_gap = self._histogram(
+            "chunk_gap_seconds",
             "Between two outputs of one answer.",
-            ("pipeline", "modality"),
+            "pipeline",
+            "modality",
+            bounds=SHORT_S,
         )
         self.realtime_factor = self._histogram(
             "audio_realtime_factor_ratio",
@@ -166,5 +180,5 @@ class Metrics:
 
     def _histogram(
         self, name: str, text: str, *labels: str, bounds: tuple[float, ...] = LONG_S
-    ) -> Histogram:
-        return Histogram(f"omni_grpc_{name}", text, labels, buckets=bounds, registry=self.registry)
+    ) -> BucketFamily:
+        return BucketFamily(self.registry, f"omni_grpc_{name}", text, labels, bounds)

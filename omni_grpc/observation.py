@@ -33,8 +33,8 @@ class Observation:
     def ended(self, rpc: Rpc) -> None:
         """A call ended."""
         metrics, seconds = self._metrics, rpc.seconds
-        metrics.rpcs.labels(rpc.method, rpc.code).inc()
-        metrics.rpc_seconds.labels(rpc.method, rpc.code).observe(seconds)
+        metrics.rpcs_of(rpc.method, rpc.code).inc()
+        metrics.rpc_seconds.labels(rpc.method, rpc.code).add(seconds)
         if rpc.reason:
             metrics.errors.labels(rpc.method, rpc.reason).inc()
             if rpc.run is None and rpc.method in OPENING:

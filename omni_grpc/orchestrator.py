@@ -49,7 +49,7 @@ class Orchestrator:
         by_tenant: bool = False,
     ) -> None:
         self._make_outbox = make_outbox
-        self.artifact_root = artifact_root
+        self.artifact_root = artifact_root.resolve()
         """Where the directories of requests are."""
         self._metrics = metrics
         self._by_tenant = by_tenant

@@ -65,7 +65,7 @@ class Pace:
         elapsed = now - self._arrived_at
         if self.first_output_s is None:
             self.first_output_s = elapsed
-        self._metrics.first_output.labels(self._pipeline, modality.value).observe(elapsed)
+        self._metrics.first_output.labels(self._pipeline, modality.value).add(elapsed)
         gaps = self._metrics.chunk_gap.labels(self._pipeline, modality.value)
         track = self._tracks[stage] = Track(gaps, now)
         return track
@@ -86,4 +86,4 @@ class Pace:
         for track in self._tracks.values():
             if track.seconds and not track.turns and track.last_at is not None:
                 factor = (track.last_at - self._arrived_at) / track.seconds
-                self._metrics.realtime_factor.labels(self._pipeline).observe(factor)
+                self._metrics.realtime_factor.labels(self._pipeline).add(factor)

@@ -62,6 +62,7 @@ class Slot:
 
     def __init__(self, pool: StagePool, number: int) -> None:
         self.number = number
+        self.device = pool.config.device(number)
         self.replica: Replica | None = None
         self.restarts = 0
         self.given_up = False
@@ -94,7 +95,7 @@ class Slot:
     async def _launch(self) -> None:
         self._generation += 1
         self.replica = self._pool.make_replica(self.number, self._generation)
-        async with self._pool.runtime.starts.turn(self._pool.config.device(self.number)):
+        async with self._pool.runtime.starts.turn(self.device):
             await self.replica.start()
         self.was_ready, self._pool.facts = True, self.replica.facts
         self._pool.changed()
@@ -242,7 +243,7 @@ class StagePool:
         return [
             SlotStatistics(
                 slot.number,
-                self.config.device(slot.number),
+                slot.device,
                 slot.replica.statistics() if slot.replica else absent,
                 slot.restarts,
                 self.config.max_tasks or (slot.replica.facts.capacity if slot.replica else None),

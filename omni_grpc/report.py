@@ -55,15 +55,15 @@ class Report:
         metrics, pipeline, now = self._metrics, self._pipeline, time.perf_counter()
         cancelled = error is not None and error.code is Code.CANCELLED
         outcome = "cancelled" if cancelled else "failed" if error is not None else "finished"
-        metrics.requests.labels(pipeline, outcome).inc()
-        metrics.queue_wait.labels(pipeline).observe(self.queue_wait_ms / 1e3)
+        metrics.requests_of(pipeline, outcome).inc()
+        metrics.queue_wait.labels(pipeline).add(self.queue_wait_ms / 1e3)
         for stage in stages:
             if stage.started_at is None:
                 continue
             seconds = (stage.ended_at or now) - stage.started_at
-            metrics.stage_seconds.labels(pipeline, stage.node.name).observe(seconds)
+            metrics.stage_seconds.labels(pipeline, stage.node.name).add(seconds)
             if stage.hop_s is not None:
-                metrics.hop.labels(pipeline, stage.node.name).observe(stage.hop_s)
+                metrics.hop.labels(pipeline, stage.node.name).add(stage.hop_s)
         if error is None:
             self.pace.ended()
 

@@ -130,7 +130,11 @@ class Run:
         Raises what refused it. On any error, and when cancelled, the run is closed and nothing is
         left."""
         try:
-            self._submit_group(await self._unless_closed(self._prepared()))
+            prepared = self._prepared()
+            if self._submission.waits:
+                # A task of its own, that closing the run can leave behind.
+                prepared = self._unless_closed(prepared)
+            self._submit_group(await prepared)
             if self._feeding is not None:
                 # Its prompt is input like any other: what refuses it refuses the request.
                 await self._feeding.begin(self._submission.prompt)

@@ -180,4 +180,6 @@ class OmniServicer(service_pb2_grpc.OmniServiceServicer):
 
 def _of_tenant(request: Request, context: Context) -> Request:
     """The request, as its caller's tenant makes it."""
-    return replace(request, options=replace(request.options, tenant=tenant_of(context)))
+    if not (tenant := tenant_of(context)):
+        return request
+    return replace(request, options=replace(request.options, tenant=tenant))

@@ -50,6 +50,12 @@ class Submission:
         self._deadline_at = deadline_at
         self._options = plan.request.options
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything to wait for: a transform works in a thread, and the companions
+        that an expansion makes go through it too."""
+        return self._plan.pipeline.transform is not None
+
     async def transform(self) -> None:
         """Makes stage 0's view of prompt and options."""
         request_id = self._plan.request.request_id
@@ -63,8 +69,9 @@ class Submission:
     ) -> tuple[Prompt, dict[str, Any]]:
         """A prompt as stage 0 sees it, and the additional information that goes with it. A
         diffusion stage takes both as they are, but for the keys that no client sets."""
-        given = self._plan.request.options.additional_information or {}
-        information = copy.deepcopy({k: v for k, v in given.items() if k not in OWNED_KEYS})
+        information: dict[str, Any] = {}
+        if given := self._plan.request.options.additional_information:
+            information = copy.deepcopy({k: v for k, v in given.items() if k not in OWNED_KEYS})
         if self._plan.pipeline.entry.config.engine in DIFFUSION:
             return prompt, information
         information["global_request_id"] = request_id

@@ -4,7 +4,7 @@ question of which stages a request needs."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omni_grpc.config import PipelineConfig, StageConfig
 from omni_grpc.errors import ConfigError, InvalidField
@@ -39,16 +39,19 @@ class StageNode:
     constraints: Params | None
     consumers: tuple[str, ...]
     """Names of the stages that take its outputs."""
+    name: str = field(init=False)
+    """The stage's name."""
 
-    @property
-    def name(self) -> str:
-        """The stage's name."""
-        return self.config.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.config.name)
 
     @property
     def params_field(self) -> str:
         """Name of its kind of parameters in the contract."""
         return FIELD_BY_KIND[self.kind]
+
+
+Way = tuple[tuple[StageNode, ...], tuple[StageNode, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,16 +62,27 @@ class Pipeline:
     stages: Mapping[str, StageNode]
     transform: Transform | None = None
     expansion: Expansion | None = None
+    entry: StageNode = field(init=False)
+    """Stage 0."""
+    _ways: dict[tuple[Modality, ...], Way] = field(default_factory=dict, init=False)
+    """Those that were asked for: there are not many, and they stay as they are."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entry", next(iter(self.stages.values())))
 
     @property
     def name(self) -> str:
         """The pipeline's name."""
         return self.config.name
 
-    @property
-    def entry(self) -> StageNode:
-        """Stage 0."""
-        return next(iter(self.stages.values()))
+    def way(self, modalities: tuple[Modality, ...], path: str) -> Way:
+        """The stages that give the wanted outputs and those that must run for that, both in order.
+        Raises what `finals` raises."""
+        known = self._ways.get(modalities)
+        if known is None:
+            finals = self.finals(modalities, path)
+            known = self._ways[modalities] = (finals, self.needed(finals))
+        return known
 
     def finals(self, modalities: Iterable[Modality], path: str) -> tuple[StageNode, ...]:
         """The stages that give the wanted outputs; all of them where none is named.

@@ -9,8 +9,8 @@ microsecond and go nowhere, and a client's trace context passes through to the e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextvars import Token
 
 import msgspec
 from opentelemetry import context as contexts
@@ -24,6 +24,7 @@ from omni_grpc.ipc import Task
 
 _tracer = trace.get_tracer("omni_grpc", __version__)
 _propagator = TraceContextTextMapPropagator()
+_NO_PARENT = contexts.Context()
 
 
 def use(provider: trace.TracerProvider | None) -> None:
@@ -32,19 +33,38 @@ def use(provider: trace.TracerProvider | None) -> None:
     _tracer = trace.get_tracer("omni_grpc", __version__, provider)
 
 
-@contextmanager
-def rpc_span(method: str, headers: Mapping[str, str]) -> Iterator[Span]:
-    """The span of a call, the current one inside; `headers` are the call's metadata. Its status is
+def rpc_span(method: str, headers: Mapping[str, str]) -> RpcSpan:
+    """The span of a call, to be used in a `with`; `headers` are the call's metadata. Its status is
     the caller's to set: exceptions are control flow here."""
     service, _, name = method.strip("/").partition("/")
     span = _tracer.start_span(
         f"{service}/{name}",
-        _propagator.extract(headers),
+        _propagator.extract(headers) if headers else _NO_PARENT,
         SpanKind.SERVER,
         {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name},
     )
-    with trace.use_span(span, True, record_exception=False, set_status_on_exception=False):
-        yield span
+    return RpcSpan(span)
+
+
+class RpcSpan:
+    """A call's span: the current one inside its `with`, and over with it. Without a trace there is
+    nothing to make current."""
+
+    __slots__ = ("_span", "_token")
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._token: Token[contexts.Context] | None = None
+
+    def __enter__(self) -> Span:
+        if self._span is not trace.INVALID_SPAN:
+            self._token = contexts.attach(trace.set_span_in_context(self._span))
+        return self._span
+
+    def __exit__(self, *exception: object) -> None:
+        if self._token is not None:
+            contexts.detach(self._token)
+            self._span.end()
 
 
 def end_rpc(span: Span, code: str, reason: str, about: Mapping[str, str]) -> None:

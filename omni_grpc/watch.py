@@ -4,6 +4,7 @@ absence of its input."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from omni_grpc.delivery import Delivery
@@ -18,9 +19,13 @@ GROUP_TIMEOUT_S = 120.0
 """Longest wait of a request for its companions, once its own stage 0 has ended."""
 
 
+EARLY_S = 0.001
+"""How much too early a timer may be: the loop's own clock counts milliseconds."""
+
+
 class Watch:
-    """Ends the request (`close`) when something takes too long. One timer per clock; `stop` stops
-    them all."""
+    """Ends the request (`close`) when something takes too long. All clocks share one timer, which
+    is set for the first of them; `stop` stops them all."""
 
     def __init__(
         self,
@@ -36,36 +41,58 @@ class Watch:
         self._lane = lane
         self._close = close
         self._loop = asyncio.get_running_loop()
-        self.deadline_at = self._loop.time() + plan.timeout_s
-        self._touched_at = self._loop.time()
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        now = self._touched_at = self._loop.time()
+        self.deadline_at = now + plan.timeout_s
         self._resting = False
-        self._later("deadline", plan.timeout_s, self.expire)
-        self._later("silence", self._silence_step(), self._watch_silence)
-        self._later("quiet", plan.progress_s, self._watch_quiet)
+        self._clocks: dict[str, tuple[float, Callable[[], None]]] = {
+            "deadline": (self.deadline_at, self.expire),
+            "silence": (now + self._silence_step(), self._watch_silence),
+            "quiet": (now + plan.progress_s, self._watch_quiet),
+        }
+        """When each is due, and what it calls then."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+        self._arm()
 
     def _later(self, name: str, delay: float, call: Callable[[], None]) -> None:
-        if name in self._timers:
-            self._timers[name].cancel()
-        self._timers[name] = self._loop.call_later(delay, call)
+        self._clocks[name] = (self._loop.time() + delay, call)
+        self._arm()
+
+    def _arm(self) -> None:
+        """The timer comes with the first clock, or before."""
+        first = min((due for due, _ in self._clocks.values()), default=math.inf)
+        if first < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, self._timer_at = self._loop.call_at(first, self._look), first
+
+    def _look(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        now = self._loop.time() + EARLY_S
+        for name, (due, call) in list(self._clocks.items()):
+            # One that came before may have ended the request.
+            if due <= now and name in self._clocks:
+                del self._clocks[name]
+                call()
+        self._arm()
 
     def rest(self) -> None:
         """All outputs are there: only the deadline counts, for their reader."""
         self._resting = True
-        for name, timer in self._timers.items():
-            if name != "deadline":
-                timer.cancel()
+        self._clocks = {name: one for name, one in self._clocks.items() if name == "deadline"}
 
     def stop(self) -> None:
         """The request ended: nothing is too late any more."""
         self._resting = True
-        for timer in self._timers.values():
-            timer.cancel()
+        self._clocks.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._timer_at = None, math.inf
 
     @property
     def timers(self) -> list[str]:
         """The clocks that run."""
-        return [name for name, timer in self._timers.items() if not timer.cancelled()]
+        return list(self._clocks)
 
     def expire(self) -> None:
         """The deadline passed."""

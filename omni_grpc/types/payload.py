@@ -113,4 +113,11 @@ class Usage(msgspec.Struct, frozen=True):
     steps: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(*(getattr(self, f) + getattr(other, f) for f in self.__struct_fields__))
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.audio_samples + other.audio_samples,
+            self.frames + other.frames,
+            self.steps + other.steps,
+        )

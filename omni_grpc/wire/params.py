@@ -119,12 +119,10 @@ def _sampling(message: params_pb2.SamplingParams, path: str) -> t.SamplingParams
 def _scalars(message: ProtoMessage, checks: Mapping[str, Check], path: str) -> dict[str, Any]:
     """The message's set `optional` scalars, checked."""
     values: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
+    # Of dozens of fields, few are set.
+    for field, value in message.ListFields():
         if field.message_type is not None or not field.has_presence:
             continue
-        if not message.HasField(field.name):
-            continue
-        value = getattr(message, field.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidField(f"{path}.{field.name}", "is not a finite number")
         if problem := checks.get(field.name, _no_check)(value):
