@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import string
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +40,65 @@ from transformers import (
 WIDTH = 32
 
 
-def build_image(folder: Path) -> Path:
+def _encoder() -> dict[str, Any]:
+    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    return {**sizes, "vocab_size": 128, "relative_attention_num_buckets": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSizes:
+    """How large the networks of `build_image` are."""
+
+    channels: tuple[int, ...] = (8, 8, 8, 8)
+    """Of the autoencoder, level by level."""
+    depth: int = 1
+    groups: int = 4
+    heads: int = 2
+    head: int = 8
+    layers: int = 2
+    side: int = 8
+    """Of the latents of a picture of the default size."""
+    encoder: dict[str, Any] = field(default_factory=_encoder)
+    spread: float = 0.2
+    """Of the transformer's weights."""
+
+
+def build_image(folder: Path, sizes: ImageSizes | None = None, dtype: Any = None) -> Path:
     """PixArt-Sigma: a DiT over 8 times smaller latents in patches of 2, so sizes are multiples of
-    16."""
+    16. Saved as `dtype`, by default float32."""
+    sizes = sizes or ImageSizes()
     torch.manual_seed(0)
     vae = AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8),
+        block_out_channels=sizes.channels,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        layers_per_block=1,
-        norm_num_groups=4,
+        layers_per_block=sizes.depth,
+        norm_num_groups=sizes.groups,
         latent_channels=4,
         scaling_factor=0.5,
     )
     transformer = PixArtTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
+        num_attention_heads=sizes.heads,
+        attention_head_dim=sizes.head,
         in_channels=4,
         out_channels=8,
-        num_layers=2,
-        cross_attention_dim=16,
-        sample_size=8,
+        num_layers=sizes.layers,
+        cross_attention_dim=sizes.heads * sizes.head,
+        sample_size=sizes.side,
         patch_size=2,
-        caption_channels=WIDTH,
+        caption_channels=sizes.encoder["d_model"],
         use_additional_conditions=False,
     )
-    _scatter(transformer)
+    _scatter(transformer, sizes.spread)
     pipeline = PixArtSigmaPipeline(
         tokenizer=_tokenizer(),
-        text_encoder=T5EncoderModel(T5Config(**_encoder())),
+        text_encoder=T5EncoderModel(T5Config(**sizes.encoder)),
         vae=vae,
         transformer=transformer,
         scheduler=DPMSolverMultistepScheduler(),
     )
+    if dtype is not None:
+        pipeline.to(dtype=dtype)
     pipeline.save_pretrained(folder)
     return folder
 
@@ -183,15 +210,10 @@ def _tokenizer() -> Any:
     return T5Tokenizer(vocab=[(piece, 0.0) for piece in pieces], extra_ids=0)
 
 
-def _encoder() -> dict[str, int]:
-    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    return {**sizes, "vocab_size": 128, "relative_attention_num_buckets": 8}
-
-
-def _scatter(network: torch.nn.Module) -> None:
+def _scatter(network: torch.nn.Module, spread: float = 0.2) -> None:
     """Fresh networks start with zeros where the prompt comes in, which would hide it."""
     for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+        torch.nn.init.normal_(parameter, std=spread)
 
 
 if __name__ == "__main__":
