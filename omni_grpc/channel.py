@@ -20,6 +20,8 @@ import zmq
 log = logging.getLogger(__name__)
 
 MAX_STREAK = 8
+MAX_BATCH = 8
+"""Messages of one turn that need not wait for more."""
 # As plain integers: to combine flags costs more than to ask the socket.
 POLLIN, POLLOUT, EVENTS = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.EVENTS)
 
@@ -80,9 +82,15 @@ class Channel(Generic[Out, In]):
             self._loop.call_soon(self._flush)
         self._outbox.append(message)
 
+    def hurry(self) -> None:
+        """What was sent leaves now, if it is much: where a turn is long, because many came at once,
+        the first need not wait for the last."""
+        if len(self._outbox) >= MAX_BATCH:
+            self._flush()
+
     def _flush(self) -> None:
         batch, self._outbox = self._outbox, []
-        if self._socket.closed:
+        if self._socket.closed or not batch:
             return
         self._unsent.append(self._encoded(batch))
         self._attend()

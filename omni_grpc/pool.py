@@ -220,6 +220,12 @@ class StagePool:
         Raises StageUnavailable where no replica serves, QueueFull where no more may wait."""
         return self.places.submit(group, tenant, running=running)
 
+    def hurry(self) -> None:
+        """What was submitted in this turn leaves now, if it is much."""
+        for slot in self._slots:
+            if slot.replica is not None:
+                slot.replica.hurry()
+
     def _serving(self) -> list[Replica]:
         ready = [
             slot.replica for slot in self._slots if slot.replica and slot.ready and not slot.paused

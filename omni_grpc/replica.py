@@ -315,6 +315,11 @@ class Replica:
         self.send(Submit(handle.sink.on_placed(task, self.spec.replica, self.spec.device)))
         self._load_changed()
 
+    def hurry(self) -> None:
+        """Of what was sent in this turn, much leaves now."""
+        if self._channel is not None:
+            self._channel.hurry()
+
     async def control(self, command: str, arguments: dict[str, Any]) -> None:
         """Carries out an operator's command in the replica. Raises what the stage raised, and
         StageUnavailable where the replica is not READY, or is lost."""

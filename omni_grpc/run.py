@@ -135,6 +135,7 @@ class Run:
                 # A task of its own, that closing the run can leave behind.
                 prepared = self._unless_closed(prepared)
             self._submit_group(await prepared)
+            self._graph.entry.node.pool.hurry()
             if self._feeding is not None:
                 # Its prompt is input like any other: what refuses it refuses the request.
                 await self._feeding.begin(self._submission.prompt)

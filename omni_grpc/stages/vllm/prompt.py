@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "embeds": (),
 }
 """The tokenization options that mean something, by what the prompt is."""
+
+SHORT = 4096
+"""Most characters of a prompt that is rendered on the loop: well under a millisecond."""
 
 _TEMPLATES_OWN = {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}
 """Names in a template that are not the client's to set there."""
@@ -66,6 +70,8 @@ class PromptRenderer:
         if chat is None:
             chat = bool(getattr(renderer.get_tokenizer(), "chat_template", None))
         self._chat = chat
+        self._threads = 0
+        """Prompts that are being rendered in threads."""
         self._system = [{"role": "system", "content": system}] if system else []
 
     @property
@@ -150,7 +156,11 @@ class PromptRenderer:
         params = ChatParams(chat_template_kwargs=self._variables(options))
         if turns and turns[0]["role"] != "system":
             turns = [*self._system, *turns]
-        _, prompt = await self._renderer.render_messages_async(turns, params)
+        if not items and self._at_once(sum(map(_length, turns))):
+            _, prompt = self._renderer.render_messages(turns, params)
+        else:
+            with self._in_thread():
+                _, prompt = await self._renderer.render_messages_async(turns, params)
         return await self._process(prompt, options, items, chat=True)
 
     async def _process(
@@ -162,8 +172,26 @@ class PromptRenderer:
             prompt["multi_modal_data"] = _by_modality((i.modality, i.data) for i in items)
             prompt["multi_modal_uuids"] = _by_modality((i.modality, i.key) for i in items)
         params = self._tokenize_params(options, chat=chat)
-        (tokens,) = await self._renderer.tokenize_prompts_async([prompt], params)
+        if not items and self._at_once(len(prompt.get("prompt") or "")):
+            (tokens,) = self._renderer.tokenize_prompts([prompt], params)
+        else:
+            with self._in_thread():
+                (tokens,) = await self._renderer.tokenize_prompts_async([prompt], params)
         return await process_for_engine(self._renderer, tokens, params)
+
+    def _at_once(self, characters: int) -> bool:
+        """Whether a prompt is rendered here and now: it takes less time than to hand it to a thread
+        and back, and of many that come together the first is on its way before the last is looked
+        at. Never beside a thread: tokenizers cannot be set for two at once."""
+        return characters <= SHORT and not self._threads
+
+    @contextmanager
+    def _in_thread(self) -> Iterator[None]:
+        self._threads += 1
+        try:
+            yield
+        finally:
+            self._threads -= 1
 
     async def _render_embeds(
         self, embeds: t.Tensor, options: t.Tokenization, items: list[Item]
@@ -247,6 +275,12 @@ def _content(prompt: t.Prompt, items: list[Item]) -> str | list[dict[str, Any]]:
         return text
     parts = [_part(item) for item in items]
     return [*parts, {"type": "text", "text": text}] if text else parts
+
+
+def _length(turn: dict[str, Any]) -> int:
+    """Characters of a message; of one in parts, so many that it is not short."""
+    content = turn["content"]
+    return len(content) if isinstance(content, str) else SHORT + 1
 
 
 def _turns(messages: Iterable[t.Message], items: list[Item]) -> list[dict[str, Any]]:

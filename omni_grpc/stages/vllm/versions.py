@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Hashable
 from typing import Any
 
 try:
@@ -20,12 +19,12 @@ async def process_for_engine(renderer: Any, tokens: Any, params: Any) -> Any:
     """The engine's input of a tokenized prompt. Only later versions check it by the parameters that
     it was tokenized with."""
     process = renderer.process_for_engine_async
-    if _takes_params(type(renderer)):
+    if _takes_params(type(renderer)):  # type: ignore[arg-type]
         return await process(tokens, time.time(), tok_params=params)
     return await process(tokens, time.time())
 
 
 @functools.cache
-def _takes_params(renderer: Hashable) -> bool:
+def _takes_params(renderer: type) -> bool:
     process: Any = renderer.process_for_engine_async  # type: ignore[attr-defined]
     return "tok_params" in inspect.signature(process).parameters
