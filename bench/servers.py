@@ -44,7 +44,6 @@ CUDA_ARGS: dict[str, Any] = {
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
     "disable_log_stats": True,
-    "generation_config": "vllm",
     "seed": 0,
 }
 CUDA = Path("/dev/nvidia0").exists()
