@@ -108,6 +108,8 @@ class Fakes:
         used, ended = server.cpu_s() - before, time.monotonic()
         taken = load.wait()
         messages, tokens = taken.between(started, ended)
+        if not messages:
+            raise RuntimeError(f"no message came in {self.seconds:g} s: measure for longer")
         seconds = ended - started
         gaps = sorted(taken.gaps)
         return Cost(used / messages, used / tokens, messages / tokens, tokens / seconds, gaps)
@@ -127,10 +129,12 @@ class Cost:
 
 def cpu(fakes: Fakes) -> None:
     """Server CPU per message, beside a bare stream's; and per token with a merge window."""
-    merging = ("--merge-window", str(WINDOW_S))
+    # What is compared is the work for a message: so neither merges more while it is busy.
+    alone = ("--busy-merge-window", "0")
+    merging = ("--merge-window", str(WINDOW_S), *alone)
     with (
         fakes.bare() as (bare, bare_at),
-        fakes.serving("plain", TEXT) as (plain, plain_at),
+        fakes.serving("plain", TEXT, *alone) as (plain, plain_at),
         fakes.serving("merging", TEXT, *merging) as (merged, merged_at),
         fakes.load(bare_at) as bare_load,
         fakes.load(plain_at) as plain_load,

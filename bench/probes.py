@@ -35,8 +35,11 @@ async def hops(address: str, count: int) -> list[float]:
         async for response in stub.AddRequest(
             _request(prompt={"text": words}, stage_params=params)
         ):
+            output = response.output
             if response.HasField("output"):
-                arrived[response.output.stage].append(time.monotonic())
+                # Words that came together came at one time.
+                count_of = len(output.text.token_ids) if output.HasField("text") else 1
+                arrived[output.stage] += [time.monotonic()] * count_of
     return [b - a for a, b in zip(arrived["text"], arrived["audio"], strict=True)]
 
 

@@ -63,7 +63,9 @@ async def serve() -> AsyncIterator[Serve]:
     async with AsyncExitStack() as servers:
 
         async def start(*pipelines: PipelineConfig, **fields: Any) -> Served:
-            server = Server(ServerConfig(**{"port": 0, **fields}), pipelines)
+            server = Server(
+                ServerConfig(**{"port": 0, "busy_merge_window": 0, **fields}), pipelines
+            )
             servers.push_async_callback(server.stop, drain_timeout=0)
             await server.start()
             await server.warm()

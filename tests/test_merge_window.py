@@ -8,22 +8,7 @@ import asyncio
 from itertools import pairwise
 from typing import Any
 
-import pytest
-
 from omni_grpc.config import ServerConfig
-from omni_grpc.errors import InvalidField
-from omni_grpc.outbox import Outbox, Queued, Routed
-from omni_grpc.types import (
-    Event,
-    Finished,
-    Output,
-    Progress,
-    StageProgress,
-    TextDelta,
-    Timings,
-    UpdateRejected,
-    Usage,
-)
 from tests.conftest import Serve
 from tests.support import (
     AUDIO,
@@ -48,10 +33,6 @@ SOON = 2.0
 def tokens(responses: list[Response]) -> list[int]:
     """All token ids."""
     return [token for r in responses for token in r.output.text.token_ids]
-
-
-def word(text: str, *, stage: str = "text", index: int = 0, segment: int = 0) -> Output:
-    return Output(stage, index, segment, TextDelta(text, [len(text)]))
 
 
 # ---------------------------------------------------------------- over the wire
@@ -111,7 +92,7 @@ async def test_text_waits_no_longer_than_the_window(serve: Serve) -> None:
     call.cancel()
 
 
-async def test_sound_does_not_wait_and_takes_the_text_before_it_along(serve: Serve) -> None:
+async def test_text_that_another_stage_takes_too_does_not_wait(serve: Serve) -> None:
     stub = (await serve(echo(), merge_window=LONG)).stub
     fields: dict[str, Any] = {"prompt": {"text": "one two three four"}}
     responses = await collect(
@@ -137,96 +118,18 @@ async def test_an_error_does_not_wait(serve: Serve) -> None:
     assert error.reason == "STAGE_ERROR"
 
 
-# ---------------------------------------------------------------- the outbox alone
-
-
-async def taken(box: Outbox) -> Queued | None:
-    """What is given out without a wait; None: what waits is held."""
-    try:
-        async with asyncio.timeout(0.02):
-            return await box.get()
-    except TimeoutError:
-        return None
-
-
-async def begun(*, window: float = LONG) -> Outbox:
-    """An outbox whose reader has taken the first text of the answer `text`, 0, 0."""
-    box = Outbox(1 << 20, window)
-    box.put(word("first"))
-    assert await taken(box) == word("first")
-    return box
-
-
-async def test_text_of_a_begun_answer_is_held() -> None:
-    box = await begun()
-    box.put(word("a"))
-    assert await taken(box) is None
-    box.put(word("b"))
-    assert await taken(box) is None
-    assert len(box) == 1
-    box.close(discard=False)
-    held = await taken(box)
-    assert held == Output("text", 0, 0, TextDelta("ab", [1, 1]))
-
-
-@pytest.mark.parametrize(
-    "other", [{"stage": "other"}, {"index": 1}, {"segment": 1}], ids=lambda o: next(iter(o))
-)
-async def test_the_first_text_of_another_answer_is_not_held(other: dict[str, Any]) -> None:
-    box = await begun()
-    box.put(word("a", **other))
-    assert await taken(box) == word("a", **other)
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        StageProgress("text", Progress(1)),
-        Finished((), Usage(), Timings(0, 0, 0, {}, {}, 0)),
-        word("x" * 9000),
-    ],
-    ids=["progress", "finished", "text that does not fit"],
-)
-async def test_what_comes_behind_held_text_sends_it_on_its_way(event: Event) -> None:
-    box = await begun()
-    box.put(word("a"))
-    box.put(event)
-    assert await taken(box) == word("a")
-    assert await taken(box) == event
-
-
-async def test_a_notice_goes_before_held_text() -> None:
-    box = await begun()
-    notice = Routed(UpdateRejected(0, InvalidField("text", "no").record()))
-    box.put(word("a"))
-    box.put_urgent(notice)
-    assert await taken(box) == notice
-    assert await taken(box) == word("a")
-
-
-async def test_the_first_text_after_an_interrupt_is_not_held() -> None:
-    box = await begun()
-    box.put(word("dropped"))
-    assert box.discard_outputs() == [word("dropped")]
-    box.put(word("again"))
-    assert await taken(box) == word("again")
-
-
-async def test_a_reader_that_is_cancelled_while_text_is_held_loses_nothing() -> None:
-    box = await begun(window=0.2)
-    box.put(word("a"))
-    reading = asyncio.create_task(box.get())
-    await asyncio.sleep(0.01)
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
-    async with asyncio.timeout(SOON):
-        assert await box.get() == word("a")
-
-
-async def test_a_closed_outbox_holds_nothing_and_no_timer() -> None:
-    box = await begun()
-    box.put(word("a"))
-    box.close(discard=True)
-    async with asyncio.timeout(SOON):
-        assert await box.get() is None
-    assert box.bytes == 0
+async def test_a_replica_that_comes_back_knows_the_window(serve: Serve) -> None:
+    served = await serve(echo(restart={"backoff": 0.1}), merge_window=LONG)
+    replica = served.server.engine.pipelines["echo"].entry.pool.slots[0].replica
+    assert replica is not None
+    replica.kill()
+    await replica.gone()
+    fields: dict[str, Any] = {
+        "stage_params": [script(outputs=10, interval_ms=20)],
+        "output_modalities": [TEXT],
+    }
+    async with asyncio.timeout(30):
+        while not served.server.engine.pipelines["echo"].entry.pool.ready_replicas:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.05)
+    responses = await collect(served.stub, timeout=SOON, **fields)
+    assert events(responses) == ["accepted", "output", "output", "finished"]
