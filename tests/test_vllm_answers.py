@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -61,6 +62,41 @@ def finish(responses: Sequence[Response]) -> output_pb2.StageFinish:
 def reason(responses: Sequence[Response]) -> str:
     """Why the only answer ended."""
     return NAMES[finish(responses).reason].removeprefix("FINISH_REASON_")
+
+
+# ---------------------------------------------------------------- the short cut
+
+UNICODE = "Repeat: 日本語 🎉 naïve"
+
+
+@pytest.mark.parametrize("prompt", [QUESTION, UNICODE], ids=["english", "bytes of characters"])
+@pytest.mark.parametrize("most", [1, 2, 40])
+async def test_plain_text_is_what_it_is_with_all_that_vllm_tells(
+    voice: Any, prompt: str, most: int
+) -> None:
+    # With log-probabilities a request's outputs take vLLM's own way.
+    asked = {"max_tokens": most, "ignore_eos": True, "temperature": 0.0}
+    plain = await answer(voice, {"text": prompt}, **asked)
+    told = await answer(voice, {"text": prompt}, logprobs=1, **asked)
+    assert tokens(plain) == tokens(told)
+    assert text(plain) == text(told)
+    assert len(tokens(plain)) == most
+    ended, other = plain[-1].finished, told[-1].finished
+    assert ended.usage.completion_tokens == other.usage.completion_tokens == most
+    assert ended.usage.prompt_tokens == other.usage.prompt_tokens
+    assert list(ended.finish_reasons) == list(other.finish_reasons)
+
+
+async def test_plain_requests_beside_each_other_stay_apart(voice: Any) -> None:
+    asked = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.0}
+    prompts = [f"Count from {n}: {n}, {n + 1}," for n in range(8)]
+    at_once = await asyncio.gather(
+        *(answer(voice, {"text": prompt}, **asked) for prompt in prompts)
+    )
+    for responses in at_once:
+        assert [r.seq for r in responses] == list(range(len(responses)))
+        assert len(tokens(responses)) == responses[-1].finished.usage.completion_tokens == 24
+    assert len({text(responses) for responses in at_once}) > 1
 
 
 # ---------------------------------------------------------------- log-probabilities

@@ -43,7 +43,7 @@ async def two_replicas(checks: Checks, model: str, place: Place) -> None:
         family = server.family()
         server.process.kill()
         gone = within(lambda: not any(map(alive, family)), 5)
-        free = within(lambda: used_mib() < FREE_MIB, 5)
+        free = within(lambda: used_mib() < server.used_mib + FREE_MIB, 5)
         within(lambda: not server.left(), 5)
         left = server.left()
         good = gone is not None and free is not None and not left

@@ -23,7 +23,7 @@ from omni_grpc.v1 import service_pb2_grpc
 
 READY_S = 420.0
 FREE_MIB = 700
-"""GPU memory in use that is no replica's: the driver's own."""
+"""GPU memory in use that is no replica's: the driver's own, beside what others use."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -47,6 +47,8 @@ class Server:
     def __init__(self, *pipelines: dict[str, Any]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="gpu-"))
         self._shared = set(segments())
+        self.used_mib = used_mib()
+        """GPU memory that others used before."""
         self.log = self._folder / "log"
         named = []
         for pipeline in pipelines:
@@ -122,7 +124,7 @@ async def stopped(checks: Checks, name: str, server: Server) -> None:
     family = server.family()
     took = await asyncio.to_thread(server.end, signal.SIGTERM)
     gone = within(lambda: not any(map(alive, family)), 5)
-    free = within(lambda: used_mib() < FREE_MIB, 5)
+    free = within(lambda: used_mib() < server.used_mib + FREE_MIB, 5)
     # Python's resource trackers outlive those whose shared memory they take away.
     within(lambda: not server.left(), 5)
     left, status = server.left(), server.process.returncode
