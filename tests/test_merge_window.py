@@ -10,21 +10,10 @@ from typing import Any
 
 import pytest
 
+from omni_grpc import pressure
 from omni_grpc.config import ServerConfig
-from omni_grpc.errors import InvalidField
-from omni_grpc.outbox import Outbox, Queued, Routed
-from omni_grpc.types import (
-    Event,
-    Finished,
-    Output,
-    Progress,
-    StageProgress,
-    TextDelta,
-    Timings,
-    UpdateRejected,
-    Usage,
-)
 from tests.conftest import Serve
+from tests.running import replicas, text_pipeline
 from tests.support import (
     AUDIO,
     TEXT,
@@ -32,6 +21,7 @@ from tests.support import (
     ask,
     collect,
     echo,
+    eventually,
     events,
     refusal,
     script,
@@ -50,11 +40,10 @@ def tokens(responses: list[Response]) -> list[int]:
     return [token for r in responses for token in r.output.text.token_ids]
 
 
-def word(text: str, *, stage: str = "text", index: int = 0, segment: int = 0) -> Output:
-    return Output(stage, index, segment, TextDelta(text, [len(text)]))
-
-
-# ---------------------------------------------------------------- over the wire
+def always_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that start now take themselves for busy, and soon."""
+    monkeypatch.setattr(pressure, "BUSY", -1.0)
+    monkeypatch.setattr(pressure, "TICK_S", 0.01)
 
 
 async def test_tokens_share_messages_and_none_is_lost(serve: Serve) -> None:
@@ -71,13 +60,57 @@ async def test_tokens_share_messages_and_none_is_lost(serve: Serve) -> None:
     assert [r.seq for r in merged] == list(range(len(merged)))
 
 
-async def test_without_a_window_each_token_is_a_message(serve: Serve) -> None:
+@pytest.mark.parametrize("busy", [False, True])
+async def test_without_a_window_each_token_is_a_message(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
     assert ServerConfig().merge_window == 0
+    if busy:
+        always_busy(monkeypatch)
+    server = await serve(echo(), busy_merge_window=0)
     scripts = [script(outputs=5, interval_ms=100)]
-    responses = await collect(
-        (await serve(echo())).stub, stage_params=scripts, output_modalities=[TEXT]
-    )
+    responses = await collect(server.stub, stage_params=scripts, output_modalities=[TEXT])
     assert events(responses) == ["accepted", *["output"] * 5, "finished"]
+
+
+async def test_tokens_share_messages_while_the_server_is_busy(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_busy(monkeypatch)
+    stub = (await serve(echo(), busy_merge_window=0.2)).stub
+    await asyncio.sleep(20 * pressure.TICK_S)
+    scripts = [script(outputs=40, interval_ms=10)]
+    responses = await collect(stub, stage_params=scripts, output_modalities=[TEXT])
+    assert texts(responses) == "".join(f"word{n} " for n in range(40))
+    assert len(responses) < 20
+
+
+async def test_a_replica_that_was_restarted_keeps_the_window(serve: Serve) -> None:
+    config = text_pipeline("paced-again", restart={"backoff": 0.05, "budget": 10})
+    served = await serve(config, merge_window=LONG)
+    (slot,) = served.server.engine.pools[0].slots
+    (process,) = replicas("paced-again", "text")
+    process.kill()
+    await eventually(lambda: slot.restarts == 1 and slot.ready, 15)
+    fields: dict[str, Any] = {"stage_params": [script(outputs=10, interval_ms=20)]}
+    responses = await collect(served.stub, timeout=SOON, **fields)
+    assert [r.output.text.text for r in responses[1:-1]] == [
+        "word0 ",
+        "".join(f"word{n} " for n in range(1, 10)),
+    ]
+
+
+async def test_text_that_another_stage_takes_does_not_wait(serve: Serve) -> None:
+    stub = (await serve(echo(), merge_window=LONG)).stub
+    scripts = [script(outputs=5, interval_ms=20, hang_at=3)]
+    call = stub.AddRequest(ask(stage_params=scripts, output_modalities=[TEXT, AUDIO]))
+    said = ""
+    async with asyncio.timeout(SOON):
+        async for response in call:
+            said += response.output.text.text
+            if said == "word0 word1 word2 ":
+                break
+    call.cancel()
 
 
 async def test_neither_the_first_text_nor_the_end_waits(serve: Serve) -> None:
@@ -135,98 +168,3 @@ async def test_an_error_does_not_wait(serve: Serve) -> None:
     scripts = [script(outputs=5, interval_ms=20, fail_at=3)]
     error = await refusal(stub, stage_params=scripts, output_modalities=[TEXT], timeout=SOON)
     assert error.reason == "STAGE_ERROR"
-
-
-# ---------------------------------------------------------------- the outbox alone
-
-
-async def taken(box: Outbox) -> Queued | None:
-    """What is given out without a wait; None: what waits is held."""
-    try:
-        async with asyncio.timeout(0.02):
-            return await box.get()
-    except TimeoutError:
-        return None
-
-
-async def begun(*, window: float = LONG) -> Outbox:
-    """An outbox whose reader has taken the first text of the answer `text`, 0, 0."""
-    box = Outbox(1 << 20, window)
-    box.put(word("first"))
-    assert await taken(box) == word("first")
-    return box
-
-
-async def test_text_of_a_begun_answer_is_held() -> None:
-    box = await begun()
-    box.put(word("a"))
-    assert await taken(box) is None
-    box.put(word("b"))
-    assert await taken(box) is None
-    assert len(box) == 1
-    box.close(discard=False)
-    held = await taken(box)
-    assert held == Output("text", 0, 0, TextDelta("ab", [1, 1]))
-
-
-@pytest.mark.parametrize(
-    "other", [{"stage": "other"}, {"index": 1}, {"segment": 1}], ids=lambda o: next(iter(o))
-)
-async def test_the_first_text_of_another_answer_is_not_held(other: dict[str, Any]) -> None:
-    box = await begun()
-    box.put(word("a", **other))
-    assert await taken(box) == word("a", **other)
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        StageProgress("text", Progress(1)),
-        Finished((), Usage(), Timings(0, 0, 0, {}, {}, 0)),
-        word("x" * 9000),
-    ],
-    ids=["progress", "finished", "text that does not fit"],
-)
-async def test_what_comes_behind_held_text_sends_it_on_its_way(event: Event) -> None:
-    box = await begun()
-    box.put(word("a"))
-    box.put(event)
-    assert await taken(box) == word("a")
-    assert await taken(box) == event
-
-
-async def test_a_notice_goes_before_held_text() -> None:
-    box = await begun()
-    notice = Routed(UpdateRejected(0, InvalidField("text", "no").record()))
-    box.put(word("a"))
-    box.put_urgent(notice)
-    assert await taken(box) == notice
-    assert await taken(box) == word("a")
-
-
-async def test_the_first_text_after_an_interrupt_is_not_held() -> None:
-    box = await begun()
-    box.put(word("dropped"))
-    assert box.discard_outputs() == [word("dropped")]
-    box.put(word("again"))
-    assert await taken(box) == word("again")
-
-
-async def test_a_reader_that_is_cancelled_while_text_is_held_loses_nothing() -> None:
-    box = await begun(window=0.2)
-    box.put(word("a"))
-    reading = asyncio.create_task(box.get())
-    await asyncio.sleep(0.01)
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
-    async with asyncio.timeout(SOON):
-        assert await box.get() == word("a")
-
-
-async def test_a_closed_outbox_holds_nothing_and_no_timer() -> None:
-    box = await begun()
-    box.put(word("a"))
-    box.close(discard=True)
-    async with asyncio.timeout(SOON):
-        assert await box.get() is None
-    assert box.bytes == 0
