@@ -8,8 +8,12 @@ import asyncio
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
+from omni_grpc import pressure
 from omni_grpc.config import ServerConfig
 from tests.conftest import Serve
+from tests.running import replicas, text_pipeline
 from tests.support import (
     AUDIO,
     TEXT,
@@ -17,6 +21,7 @@ from tests.support import (
     ask,
     collect,
     echo,
+    eventually,
     events,
     refusal,
     script,
@@ -35,7 +40,10 @@ def tokens(responses: list[Response]) -> list[int]:
     return [token for r in responses for token in r.output.text.token_ids]
 
 
-# ---------------------------------------------------------------- over the wire
+def always_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that start now take themselves for busy, and soon."""
+    monkeypatch.setattr(pressure, "BUSY", -1.0)
+    monkeypatch.setattr(pressure, "TICK_S", 0.01)
 
 
 async def test_tokens_share_messages_and_none_is_lost(serve: Serve) -> None:
@@ -52,13 +60,57 @@ async def test_tokens_share_messages_and_none_is_lost(serve: Serve) -> None:
     assert [r.seq for r in merged] == list(range(len(merged)))
 
 
-async def test_without_a_window_each_token_is_a_message(serve: Serve) -> None:
+@pytest.mark.parametrize("busy", [False, True])
+async def test_without_a_window_each_token_is_a_message(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
     assert ServerConfig().merge_window == 0
+    if busy:
+        always_busy(monkeypatch)
+    server = await serve(echo(), busy_merge_window=0)
     scripts = [script(outputs=5, interval_ms=100)]
-    responses = await collect(
-        (await serve(echo())).stub, stage_params=scripts, output_modalities=[TEXT]
-    )
+    responses = await collect(server.stub, stage_params=scripts, output_modalities=[TEXT])
     assert events(responses) == ["accepted", *["output"] * 5, "finished"]
+
+
+async def test_tokens_share_messages_while_the_server_is_busy(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_busy(monkeypatch)
+    stub = (await serve(echo(), busy_merge_window=0.2)).stub
+    await asyncio.sleep(20 * pressure.TICK_S)
+    scripts = [script(outputs=40, interval_ms=10)]
+    responses = await collect(stub, stage_params=scripts, output_modalities=[TEXT])
+    assert texts(responses) == "".join(f"word{n} " for n in range(40))
+    assert len(responses) < 20
+
+
+async def test_a_replica_that_was_restarted_keeps_the_window(serve: Serve) -> None:
+    config = text_pipeline("paced-again", restart={"backoff": 0.05, "budget": 10})
+    served = await serve(config, merge_window=LONG)
+    (slot,) = served.server.engine.pools[0].slots
+    (process,) = replicas("paced-again", "text")
+    process.kill()
+    await eventually(lambda: slot.restarts == 1 and slot.ready, 15)
+    fields: dict[str, Any] = {"stage_params": [script(outputs=10, interval_ms=20)]}
+    responses = await collect(served.stub, timeout=SOON, **fields)
+    assert [r.output.text.text for r in responses[1:-1]] == [
+        "word0 ",
+        "".join(f"word{n} " for n in range(1, 10)),
+    ]
+
+
+async def test_text_that_another_stage_takes_does_not_wait(serve: Serve) -> None:
+    stub = (await serve(echo(), merge_window=LONG)).stub
+    scripts = [script(outputs=5, interval_ms=20, hang_at=3)]
+    call = stub.AddRequest(ask(stage_params=scripts, output_modalities=[TEXT, AUDIO]))
+    said = ""
+    async with asyncio.timeout(SOON):
+        async for response in call:
+            said += response.output.text.text
+            if said == "word0 word1 word2 ":
+                break
+    call.cancel()
 
 
 async def test_neither_the_first_text_nor_the_end_waits(serve: Serve) -> None:
@@ -116,20 +168,3 @@ async def test_an_error_does_not_wait(serve: Serve) -> None:
     scripts = [script(outputs=5, interval_ms=20, fail_at=3)]
     error = await refusal(stub, stage_params=scripts, output_modalities=[TEXT], timeout=SOON)
     assert error.reason == "STAGE_ERROR"
-
-
-async def test_a_replica_that_comes_back_knows_the_window(serve: Serve) -> None:
-    served = await serve(echo(restart={"backoff": 0.1}), merge_window=LONG)
-    replica = served.server.engine.pipelines["echo"].entry.pool.slots[0].replica
-    assert replica is not None
-    replica.kill()
-    await replica.gone()
-    fields: dict[str, Any] = {
-        "stage_params": [script(outputs=10, interval_ms=20)],
-        "output_modalities": [TEXT],
-    }
-    async with asyncio.timeout(30):
-        while not served.server.engine.pipelines["echo"].entry.pool.ready_replicas:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.05)
-    responses = await collect(served.stub, timeout=SOON, **fields)
-    assert events(responses) == ["accepted", "output", "output", "finished"]

@@ -1,4 +1,4 @@
-"""A replica's outputs on their way to the server: in columns, joined within a window, in order."""
+"""What a replica's tasks say leaves whole, in order and once, however it is joined on its way."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_grpc.ipc import (
@@ -18,8 +18,12 @@ from omni_grpc.ipc import (
     output_size,
     text_size,
 )
-from omni_grpc.stages.outflow import JOINED_TOKENS, Outflow, Stream
+from omni_grpc.stages.outflow import JOINED_CHARACTERS, JOINED_TOKENS, Outflow, Stream, plain
 from omni_grpc.types import (
+    Audio,
+    AudioFormat,
+    EventChange,
+    EventState,
     Finish,
     FinishReason,
     Progress,
@@ -29,15 +33,20 @@ from omni_grpc.types import (
     Usage,
 )
 
-LONG = 10.0
-"""Longer than any test waits."""
-END = Finish(FinishReason.STOP)
+LONG = 60.0
+"""A window that no test sees the end of."""
+SHORT = 0.05
+STOP = Finish(FinishReason.STOP)
+PCM = AudioFormat(24000)
+LOGPROBS = [TokenLogprobs(1, -1.0, 1)]
+HUGE = StageOutput(Audio(bytes(WINDOW_BYTES), PCM))
+"""Fills a window alone."""
 
 
 class Line:
-    """What was sent, and the outflow that sent it."""
+    """A replica's end of the line, and what left over it."""
 
-    def __init__(self, window: float = 0.0) -> None:
+    def __init__(self, window: float = LONG) -> None:
         self.sent: list[FromReplica] = []
         self.outflow = Outflow(self.sent.append)
         self.outflow.window = window
@@ -45,246 +54,422 @@ class Line:
     def stream(self, task: int = 1, *, joins: bool = True, segment: int = 0) -> Stream:
         return Stream(self.outflow, task, joins=joins, segment=segment)
 
-    async def turn(self) -> list[FromReplica]:
-        """What was sent until the end of this turn of the loop, taken."""
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        sent = list(self.sent)
+    async def begun(self, task: int = 1, **fields: Any) -> Stream:
+        """A stream whose present answer's first text has left."""
+        stream = self.stream(task, **fields)
+        stream.put(word("first"))
+        assert [text for _, text, _ in await self.taken()] == ["first"]
+        return stream
+
+    async def taken(self) -> list[tuple[int, str, list[int]]]:
+        """The plain text that has left by now, task by task; nothing else has."""
+        await turn()
+        said = []
+        for message in self.sent:
+            assert isinstance(message, Spoken)
+            said += zip(message.tasks, message.texts, message.token_ids, strict=True)
         self.sent.clear()
-        return sent
+        return said
+
+    async def emitted(self) -> list[StageOutput]:
+        """The outputs that have left by now, columns taken apart."""
+        await turn()
+        outputs = [output for message in self.sent for _, output in apart(message)]
+        self.sent.clear()
+        return outputs
 
 
-def spoken(task: int, text: str, *ids: int) -> Spoken:
-    return Spoken([task], [text], [list(ids)])
+async def turn() -> None:
+    """The loop's present turn is over, and what it asked for next."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
-def delta(text: str, *ids: int) -> StageOutput:
-    return StageOutput(TextDelta(text, list(ids)))
+def apart(message: FromReplica) -> list[tuple[int, StageOutput]]:
+    """A message's outputs with their tasks."""
+    match message:
+        case Emitted(task, output):
+            return [(task, output)]
+        case Spoken(tasks, texts, token_ids):
+            deltas = map(TextDelta, texts, token_ids)
+            return [(t, StageOutput(d)) for t, d in zip(tasks, deltas, strict=True)]
+    raise AssertionError(message)
 
 
-async def begun(line: Line, **fields: Any) -> Stream:
-    """A stream whose first text has left."""
-    stream = line.stream(**fields)
-    stream.say("first", [1])
-    await line.turn()
-    return stream
+def word(text: str, **fields: Any) -> StageOutput:
+    """An output of one token, whose number is the text's length."""
+    return StageOutput(TextDelta(text, [len(text)]), **fields)
 
 
-# ---------------------------------------------------------------- columns and windows
+# ---------------------------------------------------------------- without a window
 
 
-async def test_tasks_that_speak_in_one_turn_share_a_message() -> None:
+async def test_text_of_one_turn_leaves_in_one_message() -> None:
+    line = Line(window=0)
+    streams = [line.stream(task) for task in (1, 2, 3)]
+    for text in ("a", "b"):
+        for stream in streams:
+            stream.put(word(text))
+    await turn()
+    assert line.sent == [Spoken([1, 2, 3], ["ab"] * 3, [[1, 1]] * 3)]
+
+
+async def test_without_a_window_text_leaves_in_its_turn() -> None:
+    line = Line(window=0)
+    stream = await line.begun()
+    for text in ("a", "b"):
+        stream.put(word(text))
+        assert await line.taken() == [(1, text, [1])]
+
+
+async def test_text_that_may_not_join_leaves_in_its_turn() -> None:
     line = Line()
-    one, two = line.stream(1), line.stream(2)
-    one.put(delta("a", 1))
-    two.put(delta("b", 2))
-    one.say("c", [3])
-    assert await line.turn() == [Spoken([1, 2], ["ac", "b"], [[1, 3], [2]])]
+    stream = await line.begun(joins=False)
+    stream.put(word("a"))
+    assert await line.taken() == [(1, "a", [1])]
 
 
-async def test_only_the_first_text_of_an_answer_leaves_at_once() -> None:
-    line = Line(LONG)
-    stream = line.stream()
-    stream.say("a", [1])
-    assert await line.turn() == [spoken(1, "a", 1)]
-    stream.say("b", [2])
-    assert await line.turn() == []
+# ---------------------------------------------------------------- within a window
 
 
-async def test_text_leaves_when_the_window_ends() -> None:
-    line = Line(0.05)
-    one, two = await begun(line, task=1), await begun(line, task=2)
-    one.say("a", [1])
-    two.say("b", [2])
-    one.say("c", [3])
-    async with asyncio.timeout(5):
-        while not line.sent:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.01)
-    assert await line.turn() == [Spoken([1, 2], ["ac", "b"], [[1, 3], [2]])]
+async def test_text_of_a_begun_answer_is_held_and_joined() -> None:
+    line = Line()
+    stream = await line.begun()
+    for text in ("a", "b"):
+        stream.put(word(text))
+        assert await line.taken() == []
+    stream.close()
+    assert await line.emitted() == [StageOutput(TextDelta("ab", [1, 1]))]
 
 
-async def test_text_of_a_task_that_does_not_join_never_waits() -> None:
-    line = Line(LONG)
-    stream = await begun(line, joins=False)
-    stream.say("a", [1])
-    assert await line.turn() == [spoken(1, "a", 1)]
+async def test_held_text_leaves_when_the_window_ends_with_all_else_that_is_held() -> None:
+    line = Line(SHORT)
+    streams = [await line.begun(task) for task in (1, 2)]
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    for stream in streams:
+        stream.put(word("a"))
+        stream.put(word("b"))
+    while not line.sent:
+        await asyncio.sleep(SHORT / 10)
+    assert loop.time() - start > SHORT * 0.9
+    assert line.sent == [Spoken([1, 2], ["ab"] * 2, [[1, 1]] * 2)]
 
 
-async def test_a_full_message_does_not_wait() -> None:
-    line = Line(LONG)
-    stream = await begun(line)
-    for token in range(JOINED_TOKENS + 1):
-        stream.say("x", [token])
-    (message,) = await line.turn()
-    assert isinstance(message, Spoken)
-    assert message.token_ids == [list(range(JOINED_TOKENS + 1))]
-    stream.say("y", [0])
-    assert await line.turn() == []
+async def test_a_window_that_is_closed_holds_only_what_it_held() -> None:
+    line = Line()
+    stream, other = await line.begun(1), await line.begun(2)
+    stream.put(word("a"))
+    line.outflow.window = 0
+    other.put(word("b"))
+    assert await line.taken() == [(2, "b", [1])]
+    stream.close()
+    assert await line.emitted() == [word("a")]
 
 
-# ---------------------------------------------------------------- what comes behind text
-
-
-async def test_an_end_and_the_text_before_it_are_one_output() -> None:
-    line = Line(LONG)
-    stream = await begun(line)
-    stream.say("a", [1])
-    stream.put(StageOutput(TextDelta("b", [2]), finish=END))
-    assert await line.turn() == [Emitted(1, StageOutput(TextDelta("ab", [1, 2]), finish=END))]
+async def test_the_end_takes_held_text_along_as_one_output() -> None:
+    line = Line()
+    stream = await line.begun()
+    stream.put(word("a"))
+    stream.put(word("bc", finish=STOP, usage=Usage(1, 0, 2)))
+    (end,) = await line.emitted()
+    assert end == StageOutput(TextDelta("abc", [1, 2]), finish=STOP, usage=Usage(1, 0, 2))
 
 
 @pytest.mark.parametrize(
     "output",
     [
+        StageOutput(finish=STOP),
+        StageOutput(usage=Usage(1, 0, 2)),
         StageOutput(progress=Progress(1)),
-        StageOutput(usage=Usage(1, 0, 1)),
-        StageOutput(finish=END),
-        StageOutput(TextDelta("b", [2]), index=1),
-        StageOutput(TextDelta("b", [2], [TokenLogprobs(2, -1.0)])),
-        StageOutput(TextDelta("b", [2], [], [TokenLogprobs(2, -1.0)]), finish=END),
+        StageOutput(event=EventChange("e", EventState.REJECTED)),
+        StageOutput(Audio(b"ab", PCM)),
+        word("other", index=1),
+        StageOutput(TextDelta("sure", [1], LOGPROBS)),
+        StageOutput(TextDelta("sure", [1], [], LOGPROBS)),
+        StageOutput(TextDelta("sure", [1], LOGPROBS), finish=STOP),
     ],
-    ids=["progress", "usage", "end alone", "another answer", "logprobs", "prompt logprobs"],
+    ids=["finish", "usage", "progress", "event", "sound", "index", "logprobs", "prompt", "both"],
 )
-async def test_another_output_takes_the_text_before_it_along(output: StageOutput) -> None:
-    line = Line(LONG)
-    stream = await begun(line)
-    stream.say("a", [1])
+async def test_what_is_not_held_sends_held_text_before_it(output: StageOutput) -> None:
+    assert not plain(output)
+    line = Line()
+    stream = await line.begun()
+    stream.put(word("a"))
     stream.put(output)
-    assert await line.turn() == [Emitted(1, delta("a", 1)), Emitted(1, output)]
+    assert line.sent == [Emitted(1, word("a")), Emitted(1, output)], "in the same turn"
+    assert await line.emitted() == [word("a"), output], "and only once"
 
 
-async def test_each_segment_begins_at_once_and_has_its_number() -> None:
-    line = Line(LONG)
-    stream = await begun(line)
-    stream.say("a", [1])
-    stream.put(StageOutput(finish=END, segment_end=True))
-    await line.turn()
-    stream.say("b", [2])
-    stream_of_one = Emitted(1, StageOutput(TextDelta("b", [2]), segment=1))
-    assert await line.turn() == [stream_of_one]
-    stream.say("c", [3])
-    assert await line.turn() == []
-    stream.put(StageOutput(finish=END, segment_end=True))
-    held = Emitted(1, StageOutput(TextDelta("c", [3]), segment=1))
-    end = Emitted(1, StageOutput(finish=END, segment_end=True, segment=1))
-    assert await line.turn() == [held, end]
+async def test_each_segments_first_text_is_not_held() -> None:
+    line = Line()
+    stream = await line.begun()
+    stream.put(word("held", segment_end=True, finish=STOP))
+    stream.put(word("again"))
+    first, second = await line.emitted()
+    assert (first.segment, first.segment_end) == (0, True)
+    assert second == word("again", segment=1)
+    stream.put(word("a"))
+    assert await line.taken() == []
+    stream.put(word("b", segment_end=True))
+    assert await line.emitted() == [
+        StageOutput(TextDelta("ab", [1, 1]), segment=1, segment_end=True)
+    ]
 
 
-async def test_a_task_that_has_said_all_leaves_nothing_behind() -> None:
-    line = Line(LONG)
-    stream = await begun(line)
-    stream.say("a", [1])
-    stream.close()
-    stream.close()
-    assert await line.turn() == [Emitted(1, delta("a", 1))]
+async def test_text_of_a_later_segment_tells_its_number() -> None:
+    line = Line(SHORT)
+    stream = line.stream(segment=3)
+    stream.put(word("first"))
+    assert await line.emitted() == [word("first", segment=3)]
+    stream.put(word("a"))
+    await asyncio.sleep(2 * SHORT)
+    assert await line.emitted() == [word("a", segment=3)]
 
 
-async def test_what_a_failed_task_would_have_said_is_dropped() -> None:
-    line = Line(0.02)
-    stream = await begun(line)
-    stream.say("a", [1])
+@pytest.mark.parametrize(
+    ("text", "token_ids"),
+    [("x" * (JOINED_CHARACTERS // 8), [1]), ("x", [*range(JOINED_TOKENS // 8)]), ("", [])],
+    ids=["characters", "tokens", "nothing"],
+)
+async def test_joined_text_has_a_limit(text: str, token_ids: list[int]) -> None:
+    line = Line()
+    stream = await line.begun()
+    said = 0
+    while not line.sent:
+        assert said < 2 * JOINED_TOKENS
+        stream.put(StageOutput(TextDelta(text, token_ids)))
+        said += 1
+    (whole,) = await line.emitted()
+    assert isinstance(whole.payload, TextDelta)
+    assert (whole.payload.text, whole.payload.token_ids) == (text * said, token_ids * said)
+    assert len(whole.payload.text) <= JOINED_CHARACTERS + len(text)
+    assert len(whole.payload.token_ids) <= JOINED_TOKENS + len(token_ids)
+
+
+async def test_what_is_dropped_never_leaves() -> None:
+    line = Line(SHORT)
+    stream, other = await line.begun(1), await line.begun(2)
+    stream.put(word("a"))
+    other.put(word("b"))
     stream.drop()
-    await asyncio.sleep(0.1)
-    assert await line.turn() == []
+    await asyncio.sleep(2 * SHORT)
+    assert await line.taken() == [(2, "b", [1])]
 
 
-# ---------------------------------------------------------------- a consumer that is behind
+async def test_text_that_left_early_does_not_leave_again() -> None:
+    """Its stream is still among those that wait for the window's end."""
+    line = Line(SHORT)
+    stream = await line.begun()
+    stream.put(word("a"))
+    stream.put(StageOutput(progress=Progress(1)))
+    stream.put(word("b"))
+    await asyncio.sleep(2 * SHORT)
+    assert [output.payload for output in await line.emitted()] == [
+        TextDelta("a", [1]),
+        None,
+        TextDelta("b", [1]),
+    ]
+    await asyncio.sleep(2 * SHORT)
+    assert not line.sent
 
 
-async def test_text_is_kept_while_the_consumer_is_behind() -> None:
-    line = Line()
+# ---------------------------------------------------------------- the window of bytes
+
+
+def behind(stream: Stream) -> bool:
+    """Whether it would have its task wait."""
+    waiting = stream.room()
+    try:
+        waiting.send(None)
+    except StopIteration:
+        return False
+    waiting.close()
+    return True
+
+
+@pytest.mark.parametrize("window", [0.0, LONG])
+async def test_a_consumer_that_is_behind_holds_text_until_it_takes(window: float) -> None:
+    line = Line(window)
     stream = line.stream()
-    big = StageOutput(TextDelta("x" * WINDOW_BYTES, [1]), finish=END)
-    stream.put(big)
-    await line.turn()
+    stream.put(HUGE)
+    assert behind(stream)
+    line.sent.clear()
+    for text in ("a", "b"):
+        stream.say(text, [1])
+        assert await line.taken() == []
+    stream.give(OUTPUT_OVERHEAD)
+    assert behind(stream), "no less than a window is under way"
+    assert await line.taken() == []
+    stream.give(1)
+    assert not behind(stream)
+    assert await line.taken() == [(1, "ab", [1, 1])]
+
+
+async def test_a_task_that_waits_goes_on_when_its_consumer_took() -> None:
+    line = Line(0)
+    stream = line.stream()
+    stream.put(HUGE)
     waiting = asyncio.create_task(stream.room())
-    stream.say("a", [1])
-    stream.say("b", [2])
-    assert await line.turn() == []
+    await turn()
     assert not waiting.done()
-    stream.give(output_size(big))
-    async with asyncio.timeout(5):
+    stream.give(output_size(HUGE))
+    async with asyncio.timeout(1):
         await waiting
-    assert await line.turn() == [spoken(1, "ab", 1, 2)]
 
 
-async def test_both_ends_count_alike() -> None:
-    assert text_size("abc", [1, 2]) == output_size(delta("abc", 1, 2)) == OUTPUT_OVERHEAD + 19
-    line = Line()
+async def test_a_task_that_never_waits_for_anything_fills_its_window_all_the_same() -> None:
+    """The loop has no turn meanwhile in which its text could leave."""
+    line, given = Line(0), 0
     stream = line.stream()
-    # As much as the window holds, credited as the server counts it: there is always room again.
-    for _ in range(3):
-        while stream._open is None:
-            stream.say("x" * 4096, [1])
-            await asyncio.sleep(0)
-        sent = await line.turn()
-        assert all(isinstance(message, Spoken) for message in sent)
-        for message in sent:
-            assert isinstance(message, Spoken)
-            stream.give(text_size(message.texts[0], message.token_ids[0]))
-        async with asyncio.timeout(5):
-            await stream.room()
-    assert stream._outstanding < WINDOW_BYTES
+    while not behind(stream):
+        stream.put(word("x" * 1000))
+        given += 1
+    assert given <= WINDOW_BYTES // 1000
+    assert sum(output_size(output) for output in await line.emitted()) >= WINDOW_BYTES
 
 
-Step = tuple[str, int]
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["say", "put", "progress", "turn", "window", "none", "full", "give"]),
-        st.integers(1, 3),
-    ),
-    max_size=60,
+async def test_text_behind_an_unread_window_leaves_when_the_task_ends() -> None:
+    line = Line(0)
+    stream = line.stream()
+    stream.put(HUGE)
+    stream.say("a", [1])
+    stream.close()
+    assert [message.output for message in line.sent if isinstance(message, Emitted)] == [
+        HUGE,
+        word("a"),
+    ]
+
+
+def test_plain_text_has_one_size() -> None:
+    assert text_size("añ🧑", [1, 2]) == output_size(StageOutput(TextDelta("añ🧑", [1, 2])))
+
+
+# ---------------------------------------------------------------- whatever happens
+
+tasks = st.integers(0, 2)
+small = st.text("añ🧑 ", max_size=4)
+large = st.sampled_from([100, JOINED_CHARACTERS + 1, WINDOW_BYTES // 2]).map(lambda n: "x" * n)
+ids = st.lists(st.integers(0, 9), max_size=4)
+words = st.builds(TextDelta, small | large, ids)
+plain_outputs = st.builds(StageOutput, words)
+others = st.one_of(
+    st.builds(StageOutput, words, index=st.just(1)),
+    st.builds(StageOutput, words, segment_end=st.just(True), finish=st.just(STOP)),
+    st.builds(StageOutput, st.builds(TextDelta, small, ids, st.just(LOGPROBS))),
+    st.just(StageOutput(progress=Progress(1))),
+    st.builds(lambda n: StageOutput(Audio(bytes(n), PCM)), st.sampled_from([2, WINDOW_BYTES])),
+)
+actions = st.one_of(
+    st.tuples(st.just("say"), tasks, words),
+    st.tuples(st.just("put"), tasks, plain_outputs | others),
+    st.tuples(st.just("give"), tasks, st.none()),
+    st.tuples(st.just("pace"), tasks, st.sampled_from([0.0, 0.002, LONG])),
+    st.tuples(st.just("turn"), tasks, st.sampled_from([0.0, 0.003])),
 )
 
 
-@given(STEPS)
-def test_whatever_happens_each_task_is_heard_whole_and_in_order(steps: list[Step]) -> None:
-    asyncio.run(_heard_whole(steps))
+class Pair:
+    """A stream and its consumer; what went in, and what came out."""
+
+    def __init__(self, line: Line, task: int, *, joins: bool) -> None:
+        self.stream = line.stream(task, joins=joins, segment=0)
+        self.given: list[StageOutput] = []
+        self.got: list[StageOutput] = []
+        self.owed = 0
+
+    def put(self, output: StageOutput) -> None:
+        """As a task does: it waits while the consumer is behind."""
+        if behind(self.stream):
+            self.take()
+        self._note(output)
+        self.stream.put(output)
+
+    def say(self, delta: TextDelta) -> None:
+        """As a short cut does: it cannot wait."""
+        self._note(StageOutput(delta))
+        self.stream.say(delta.text, delta.token_ids)
+
+    def _note(self, output: StageOutput) -> None:
+        self.given.append(output)
+
+    def take(self) -> None:
+        """The consumer takes all that is under way."""
+        self.stream.give(self.owed)
+        self.owed = 0
+        assert not behind(self.stream), "both count the same"
+
+    def end(self) -> None:
+        """The task says its last word, or has said it."""
+        if len(self.given) % 2:
+            self.put(StageOutput(TextDelta("end", [7]), finish=STOP))
+        self.stream.close()
+        self.stream.drop()
 
 
-async def _heard_whole(steps: list[Step]) -> None:
-    line = Line()
-    streams = {task: line.stream(task) for task in (1, 2, 3)}
-    said: dict[int, list[object]] = {task: [] for task in streams}
-    for number, (step, task) in enumerate(steps):
-        stream = streams[task]
-        match step:
-            case "say":
-                stream.say(f"{number} ", [number])
-                said[task].append(number)
-            case "put":
-                stream.put(delta(f"{number} ", number))
-                said[task].append(number)
-            case "progress":
-                stream.put(StageOutput(progress=Progress(number)))
-                said[task].append(Progress(number))
-            case "turn":
-                await asyncio.sleep(0)
-            case "window":
-                line.outflow.window = LONG
-            case "none":
-                line.outflow.window = 0.0
-            case "full":
-                stream._count(WINDOW_BYTES)
+def flat(outputs: list[StageOutput]) -> list[Any]:
+    """Outputs as one sees them who takes plain text letter by letter, and token by token. What
+    joins an end is plain text in front of it."""
+    seen: list[Any] = []
+    segment, tokens = 0, []
+    for output in outputs:
+        payload = output.payload
+        if isinstance(payload, TextDelta) and not (output.index or payload.logprobs):
+            seen += payload.text
+            tokens += payload.token_ids
+            payload = None
+        else:
+            seen.append((payload, output.index, segment))
+        if output.finish or output.progress:
+            seen.append((output.finish, output.progress, segment))
+        segment += output.segment_end
+    return [seen, tokens]
+
+
+@settings(max_examples=150)
+@given(st.lists(actions, max_size=30), st.sampled_from([0.0, 0.002, LONG]))
+def test_whatever_is_said_arrives_whole_in_order_and_once(
+    steps: list[tuple[str, int, Any]], window: float
+) -> None:
+    asyncio.run(played(steps, window))
+
+
+async def played(steps: list[tuple[str, int, Any]], window: float) -> None:
+    """Plays the steps, and ends all tasks."""
+    line = Line(window)
+    pairs = [Pair(line, task, joins=task != 2) for task in range(3)]
+
+    def receive(message: FromReplica) -> None:
+        for task, output in apart(message):
+            pairs[task].got.append(output)
+            pairs[task].owed += output_size(output)
+
+    line.outflow.send = receive
+    for what, task, value in steps:
+        match what:
+            case "say" | "put":
+                getattr(pairs[task], what)(value)
             case "give":
-                stream.give(WINDOW_BYTES)
-    for stream in streams.values():
-        stream.close()
-    heard: dict[int, list[object]] = {task: [] for task in streams}
-    texts = dict.fromkeys(streams, "")
-    for message in await line.turn():
-        if isinstance(message, Spoken):
-            for task, text, ids in zip(
-                message.tasks, message.texts, message.token_ids, strict=True
-            ):
-                heard[task] += ids
-                texts[task] += text
-        elif isinstance(message, Emitted):
-            if isinstance(payload := message.output.payload, TextDelta):
-                heard[message.task] += payload.token_ids
-                texts[message.task] += payload.text
-            if message.output.progress is not None:
-                heard[message.task].append(message.output.progress)
-    assert heard == said
-    for task, text in texts.items():
-        assert text == "".join(f"{one} " for one in said[task] if isinstance(one, int))
+                pairs[task].take()
+            case "pace":
+                line.outflow.window = value
+            case "turn":
+                await asyncio.sleep(value)
+    for pair in pairs:
+        pair.end()
+        segments = [output.segment for output in pair.got]
+        assert segments == sorted(segments)
+        assert flat(pair.got) == flat(pair.given)
+        assert all(one.segment == n for one, n in zip(pair.got, counted(pair.got), strict=True))
+    said = [len(pair.got) for pair in pairs]
+    await asyncio.sleep(0.005)
+    assert [len(pair.got) for pair in pairs] == said, "nothing comes behind an end"
+
+
+def counted(outputs: list[StageOutput]) -> list[int]:
+    """Each output's segment, by the ends of segments before it."""
+    numbers, segment = [], 0
+    for output in outputs:
+        numbers.append(segment)
+        segment += output.segment_end
+    return numbers

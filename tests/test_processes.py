@@ -183,13 +183,13 @@ async def test_tcp_does_what_unix_sockets_do() -> None:
 
 
 async def test_outputs_of_one_turn_travel_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[int] = []
+    batches: list[list[Any]] = []
     receive = Channel.receive
 
     async def counted(self: Channel[Any, Any]) -> list[Any]:
         messages = await receive(self)
-        if emitted := sum(isinstance(message, ipc.Emitted) for message in messages):
-            batches.append(emitted)
+        if said := [one for one in messages if isinstance(one, ipc.Emitted | ipc.Spoken)]:
+            batches.append(said)
         return messages
 
     monkeypatch.setattr(Channel, "receive", counted)
@@ -197,8 +197,10 @@ async def test_outputs_of_one_turn_travel_in_one_message(monkeypatch: pytest.Mon
     async with serving(config) as running:
         answer = await collect(running.omni, stage_params=[script(outputs=100)])
     assert texts(answer).split() == [str(number) for number in range(100)]
-    # The hundred, and the one that says why it ended.
-    assert batches == [101]
+    # The hundred as one, and what says why they ended.
+    ((words, end),) = batches
+    assert words.output.payload.text == texts(answer)
+    assert end.output.finish is not None
 
 
 async def test_restarts_leave_no_descriptor_and_no_socket() -> None:

@@ -147,15 +147,20 @@ class Stream:
         self._characters += len(text)
         if self._open is not None:
             return
-        if not self.speaks:
+        if self._characters > JOINED_CHARACTERS or self._pieces() > JOINED_TOKENS:
+            # Now: who never lets the loop have a turn must fill the window all the same, and wait.
+            self._began = True
+            self._emit(StageOutput(self._taken()))
+        elif not self.speaks:
             self.speaks = True
             if self._joins and self._began and self._outflow.window:
                 self._outflow.speak_later(self)
             else:
                 self._began = True
                 self._outflow.speak_soon(self)
-        elif self._characters > JOINED_CHARACTERS or len(self._token_ids) > JOINED_TOKENS:
-            self._outflow.speak_soon(self)
+
+    def _pieces(self) -> int:
+        return max(len(self._texts), len(self._token_ids))
 
     def take(self) -> TextDelta | None:
         """The text that waits, in the form of columns; None where it went another way."""
