@@ -144,7 +144,7 @@ async def test_text_waits_no_longer_than_the_window(serve: Serve) -> None:
     call.cancel()
 
 
-async def test_text_that_another_stage_takes_too_does_not_wait(serve: Serve) -> None:
+async def test_sound_does_not_wait_and_takes_the_text_before_it_along(serve: Serve) -> None:
     stub = (await serve(echo(), merge_window=LONG)).stub
     fields: dict[str, Any] = {"prompt": {"text": "one two three four"}}
     responses = await collect(

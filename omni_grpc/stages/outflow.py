@@ -147,7 +147,11 @@ class Stream:
         self._characters += len(text)
         if self._open is not None:
             return
-        if self._characters > JOINED_CHARACTERS or self._pieces() > JOINED_TOKENS:
+        if (
+            self._characters > JOINED_CHARACTERS
+            or len(self._token_ids) > JOINED_TOKENS
+            or len(self._texts) > JOINED_TOKENS
+        ):
             # Now: who never lets the loop have a turn must fill the window all the same, and wait.
             self._began = True
             self._emit(StageOutput(self._taken()))
@@ -158,9 +162,6 @@ class Stream:
             else:
                 self._began = True
                 self._outflow.speak_soon(self)
-
-    def _pieces(self) -> int:
-        return max(len(self._texts), len(self._token_ids))
 
     def take(self) -> TextDelta | None:
         """The text that waits, in the form of columns; None where it went another way."""
