@@ -99,6 +99,8 @@ def bad_payload(does: str | None) -> Payload | None:
     match does:
         case "give text that is a number":
             return TextDelta(123)  # type: ignore[arg-type]
+        case "give bytes for a text":
+            return TextDelta(b"two ")  # type: ignore[arg-type]
         case "give an object":
             return TextDelta("two ", [object()])  # type: ignore[list-item]
         case "give half a surrogate pair":

@@ -386,6 +386,7 @@ async def test_a_cancellation_inside_a_bridge_is_an_error_at_once(serve: Serve, 
     "does",
     [
         "give text that is a number",
+        "give bytes for a text",
         "give an object",
         "give half a surrogate pair",
         "give a negative token id",

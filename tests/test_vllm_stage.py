@@ -228,6 +228,13 @@ class Recorder:
         self.calls.append({"request_id": request_id, "prompt": prompt, "params": params, **more})
         return "collector"
 
+    @property
+    def short_cut(self) -> Recorder:
+        """It has none."""
+        return self
+
+    def close(self, request_id: str) -> None: ...
+
 
 class Rendered:
     """In the place of a renderer: five tokens."""

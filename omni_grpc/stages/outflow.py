@@ -128,11 +128,16 @@ class Stream:
                 self.speaks = True
 
     def put(self, output: StageOutput) -> None:
-        """Adds an output. Plain text may wait for more; anything else takes it along."""
-        if plain(output):
-            assert isinstance(output.payload, TextDelta)
-            self.say(output.payload.text, output.payload.token_ids)
-            return
+        """Adds an output. Plain text may wait for more; anything else takes it along.
+
+        Raises TypeError at a text that is none: it must not get among the others'."""
+        payload = output.payload
+        if isinstance(payload, TextDelta):
+            if not isinstance(payload.text, str):
+                raise TypeError(f"a text is a str, not {type(payload.text).__name__}")
+            if plain(output):
+                self.say(payload.text, payload.token_ids)
+                return
         if self._texts:
             output = self._joined(output)
         self._emit(output)
