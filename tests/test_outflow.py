@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_grpc.channel import Channel
+from omni_grpc.errors import ErrorRecord
 from omni_grpc.ipc import (
     OUTPUT_OVERHEAD,
     WINDOW_BYTES,
     Emitted,
+    Ended,
     FromReplica,
     Spoken,
+    StageSpec,
+    Stop,
+    Submit,
+    Task,
+    ToReplica,
     output_size,
     text_size,
 )
+from omni_grpc.stages.base import Inputs, Stage
+from omni_grpc.stages.host import Host
 from omni_grpc.stages.outflow import JOINED_CHARACTERS, JOINED_TOKENS, Outflow, Stream, plain
 from omni_grpc.types import (
     Audio,
@@ -27,6 +40,7 @@ from omni_grpc.types import (
     Finish,
     FinishReason,
     Progress,
+    StageFacts,
     StageOutput,
     TextDelta,
     TokenLogprobs,
@@ -150,7 +164,7 @@ async def test_held_text_leaves_when_the_window_ends_with_all_else_that_is_held(
     for stream in streams:
         stream.put(word("a"))
         stream.put(word("b"))
-    while not line.sent:
+    while not line.sent:  # noqa: ASYNC110 - a line tells nobody
         await asyncio.sleep(SHORT / 10)
     assert loop.time() - start > SHORT * 0.9
     assert line.sent == [Spoken([1, 2], ["ab"] * 2, [[1, 1]] * 2)]
@@ -329,6 +343,17 @@ async def test_a_task_that_never_waits_for_anything_fills_its_window_all_the_sam
     assert sum(output_size(output) for output in await line.emitted()) >= WINDOW_BYTES
 
 
+async def test_a_text_that_is_none_is_refused_and_leaves_no_trace() -> None:
+    line = Line(window=0)
+    stream, other = line.stream(1), line.stream(2)
+    stream.put(word("a"))
+    other.put(word("b"))
+    with pytest.raises(TypeError):
+        stream.put(StageOutput(TextDelta(b"no")))  # type: ignore[arg-type]
+    stream.drop()
+    assert await line.taken() == [(2, "b", [1])]
+
+
 async def test_text_behind_an_unread_window_leaves_when_the_task_ends() -> None:
     line = Line(0)
     stream = line.stream()
@@ -473,3 +498,72 @@ def counted(outputs: list[StageOutput]) -> list[int]:
         numbers.append(segment)
         segment += output.segment_end
     return numbers
+
+
+# ---------------------------------------------------------------- what no message can carry
+
+
+class Careless(Stage[None]):
+    """Says what it is asked as `request_id`, of "bad" half a character; more when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(StageSpec("p", "careless", 0, "python", "model", "cpu"))
+        self.gate = asyncio.Event()
+
+    async def load(self) -> StageFacts:
+        return StageFacts()
+
+    async def prepare(self, task: Task) -> None: ...
+
+    async def run(self, task: Task, prepared: None, inputs: Inputs) -> AsyncIterator[StageOutput]:
+        yield word("one ")
+        yield word("\ud83d" if task.request_id == "bad" else task.request_id)
+        await self.gate.wait()
+        yield word(" two")
+
+
+@pytest.fixture
+async def line(tmp_path: Path) -> AsyncIterator[tuple[Careless, Channel[Any, Any]]]:
+    """A stage that is hosted, and the server's end of its line."""
+    context = zmq.Context()
+    address = f"ipc://{tmp_path / 'line'}"
+    server: Channel[Any, Any] = Channel.bind(context, address, FromReplica)
+    replica: Channel[Any, Any] = Channel.connect(context, address, ToReplica)
+    stage = Careless()
+    serving = asyncio.create_task(Host(stage, replica).serve())
+    yield stage, server
+    server.send(Stop())
+    await serving
+    server.close()
+    replica.close()
+    context.destroy(linger=0)
+
+
+async def test_text_that_cannot_be_encoded_fails_its_own_task_only(
+    line: tuple[Careless, Channel[Any, Any]],
+) -> None:
+    stage, server = line
+    said: dict[int, list[StageOutput]] = {1: [], 2: [], 3: []}
+    ends: dict[int, ErrorRecord | None] = {}
+
+    async def receive(count: int) -> None:
+        """Until so many tasks have ended, and the others have said something."""
+        while len(ends) < count or not (said[1] and said[3]):
+            for message in await server.receive():
+                if isinstance(message, Ended):
+                    ends[message.task] = message.error
+                elif isinstance(message, Emitted | Spoken):
+                    for task, output in apart(message):
+                        said[task].append(output)
+
+    for task, name in enumerate(("good", "bad", "fine"), 1):
+        server.send(Submit(Task(task, name, None, 10.0)))
+    async with asyncio.timeout(5):
+        await receive(1)
+        (error,) = ends.values()
+        assert (list(ends), error and error.reason) == ([2], "STAGE_ERROR")
+        stage.gate.set()
+        await receive(3)
+    assert ends[1] is ends[3] is None
+    whole = {task: "".join(one.payload.text for one in said[task]) for task in said}
+    assert whole == {1: "one good two", 2: "", 3: "one fine two"}

@@ -135,23 +135,25 @@ async def test_a_short_cut_that_is_closed_says_nothing(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        {"logprobs": 1},
-        {"logprobs": 0},
-        {"prompt_logprobs": 1},
-        {"stop": ["Paris"]},
-        {"detokenize": False},
-    ],
+    [{"logprobs": 1}, {"logprobs": 0}, {"prompt_logprobs": 1}, {"stop": ["Paris"]}],
     ids=str,
 )
 async def test_who_wants_more_than_text_has_no_short_cut(tokenizer: Any, sampling: Any) -> None:
     engine = Engine(tokenizer, **sampling)
-    if "detokenize" in sampling:
-        # Tokens alone: there is no text to be late with.
-        assert engine.line is None or engine.line.detokenizer is not None
-    else:
-        assert engine.line is None
+    assert engine.line is None
     assert engine.short_cut.open("unknown", engine._say) is None
+
+
+async def test_tokens_without_text_take_the_short_cut_too(tokenizer: Any) -> None:
+    engine = Engine(tokenizer, detokenize=False)
+    ids = tokenizer.encode(ANSWER)
+    for token in ids[:-1]:
+        engine.give([token])
+        engine.fetch()
+    engine.give(ids[-1:], end=True)
+    assert engine.fetch()
+    assert (engine.text, engine.ids) == ("", ids)
+    assert len(engine.short) == len(ids) - 2
 
 
 steps = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=40)
