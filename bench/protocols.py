@@ -70,12 +70,12 @@ class Omni(GrpcAdapter):
         self._request = service_pb2.AddRequestRequest
 
     async def stream(self, prompt: str, tokens: int) -> AsyncIterator[Piece]:
-        sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
-        request = self._request(
-            request_id=self.next_id(),
-            prompt={"text": prompt},
-            stage_params=[{"stage": "llm", "sampling": sampling}],
-        )
+        request = self._request(request_id=self.next_id())
+        request.prompt.text = prompt
+        params = request.stage_params.add(stage="llm")
+        params.sampling.temperature = 0.0
+        params.sampling.max_tokens = tokens
+        params.sampling.ignore_eos = True
         async for response in self._stub.AddRequest(request):
             if response.HasField("output"):
                 text = response.output.text

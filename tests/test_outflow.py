@@ -164,7 +164,7 @@ async def test_held_text_leaves_when_the_window_ends_with_all_else_that_is_held(
     for stream in streams:
         stream.put(word("a"))
         stream.put(word("b"))
-    while not line.sent:  # noqa: ASYNC110 - a line tells nobody
+    while not line.sent:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(SHORT / 10)
     assert loop.time() - start > SHORT * 0.9
     assert line.sent == [Spoken([1, 2], ["ab"] * 2, [[1, 1]] * 2)]

@@ -191,7 +191,11 @@ PLAIN: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.
 
 async def test_characters_of_several_tokens_come_whole_on_both_ways(voice: Any) -> None:
     form = {"choice": {"options": [WRITTEN]}}
-    asked: dict[str, Any] = {"structured_outputs": form, "max_tokens": 150, "repetition_penalty": 1.0}
+    asked: dict[str, Any] = {
+        "structured_outputs": form,
+        "max_tokens": 150,
+        "repetition_penalty": 1.0,
+    }
     plain = await answer(voice, **asked)
     told = await answer(voice, logprobs=1, **asked)
     assert text(plain) == text(told) == WRITTEN
