@@ -332,6 +332,19 @@ async def test_a_task_that_waits_goes_on_when_its_consumer_took() -> None:
         await waiting
 
 
+async def test_text_in_columns_counts_as_much_as_the_consumer_counts() -> None:
+    line, owed = Line(0), 0
+    stream = line.stream()
+    while not behind(stream):
+        stream.put(word("x" * 8000))
+        owed += sum(text_size(text, ids) for _, text, ids in await line.taken())
+    assert WINDOW_BYTES <= owed < WINDOW_BYTES + 9000
+    stream.give(owed - WINDOW_BYTES)
+    assert behind(stream)
+    stream.give(1)
+    assert not behind(stream)
+
+
 async def test_a_task_that_never_waits_for_anything_fills_its_window_all_the_same() -> None:
     """The loop has no turn meanwhile in which its text could leave."""
     line, given = Line(0), 0
@@ -424,6 +437,14 @@ class Pair:
         self.owed = 0
         assert not behind(self.stream), "both count the same"
 
+    def check_count(self) -> None:
+        """Of what its consumer has taken, nothing counts any more, and not more than that."""
+        self.take()
+        self.stream.put(StageOutput(Audio(bytes(WINDOW_BYTES - OUTPUT_OVERHEAD - 1), PCM)))
+        assert not behind(self.stream)
+        self.stream.put(StageOutput(progress=Progress(1)))
+        assert behind(self.stream), "less is counted than was sent"
+
     def end(self) -> None:
         """The task says its last word, or has said it."""
         if len(self.given) % 2:
@@ -489,6 +510,8 @@ async def played(steps: list[tuple[str, int, Any]], window: float) -> None:
     said = [len(pair.got) for pair in pairs]
     await asyncio.sleep(0.005)
     assert [len(pair.got) for pair in pairs] == said, "nothing comes behind an end"
+    for pair in pairs:
+        pair.check_count()
 
 
 def counted(outputs: list[StageOutput]) -> list[int]:
