@@ -197,9 +197,10 @@ async def test_outputs_of_one_turn_travel_in_one_message(monkeypatch: pytest.Mon
     async with serving(config) as running:
         answer = await collect(running.omni, stage_params=[script(outputs=100)])
     assert texts(answer).split() == [str(number) for number in range(100)]
-    # The hundred as one, and what says why they ended.
+    # The hundred in columns, each by itself, and what says why they ended.
     ((words, end),) = batches
-    assert words.output.payload.text == texts(answer)
+    assert "".join(words.texts) == texts(answer)
+    assert len(words.texts) == 100
     assert end.output.finish is not None
 
 

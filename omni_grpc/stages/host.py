@@ -230,7 +230,7 @@ class Host:
             job.prepared.cancel()
             record = error.record() if error is not None else None
             if admitted or record is None:
-                self._channel.send(Ended(task.id, record))
+                self._outflow.emit(Ended(task.id, record))
             else:
                 self._channel.send(Refused(task.id, record))
 

@@ -1,9 +1,9 @@
 """What a replica's tasks say, on its way to the server.
 
-Plain text, which nearly everything is, leaves in columns: one message for all tasks that spoke in
-one turn of the loop. Within a merge window (`Pace`) a task's text waits for more of its own to join
-it, so that whatever is done for a message is done once for several tokens. The first text of an
-answer never waits, and nothing else does."""
+Plain text, which nearly everything is, leaves in columns: one message for all that was said in one
+turn of the loop. Within a merge window (`Pace`) a task's text waits for more of its own to join it,
+so that whatever is done for a message is done once for several tokens. The first text of an answer
+never waits, and nothing else does."""
 
 from __future__ import annotations
 
@@ -35,45 +35,48 @@ class Outflow:
         """Seconds that text may wait."""
         self.send = send
         self._loop = asyncio.get_running_loop()
-        self._speaking: list[Stream] = []
-        """Whose text leaves when this turn of the loop is over."""
+        self._tasks: list[int] = []
+        self._texts: list[str] = []
+        self._token_ids: list[list[int]] = []
+        """What was said in this turn."""
         self._waiting: list[Stream] = []
         """Whose text leaves when the window ends."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def speak_soon(self, stream: Stream) -> None:
-        """This stream's text leaves when this turn is over."""
-        if not self._speaking:
-            self._loop.call_soon(self._flush_speaking)
-        self._speaking.append(stream)
+    def speak(self, task: int, text: str, token_ids: list[int]) -> None:
+        """Sends plain text of a task: it leaves when this turn is over."""
+        if not self._tasks:
+            self._loop.call_soon(self.flush)
+        self._tasks.append(task)
+        self._texts.append(text)
+        self._token_ids.append(token_ids)
 
-    def speak_later(self, stream: Stream) -> None:
+    def emit(self, message: FromReplica) -> None:
+        """Sends anything else, behind all that was said."""
+        self.flush()
+        self.send(message)
+
+    def hold(self, stream: Stream) -> None:
         """This stream's text leaves with all else that waits now."""
         if self._timer is None:
-            self._timer = self._loop.call_later(self.window, self._flush_waiting)
+            self._timer = self._loop.call_later(self.window, self._release)
         self._waiting.append(stream)
 
-    def _flush_speaking(self) -> None:
-        streams, self._speaking = self._speaking, []
-        self._flush(streams)
-
-    def _flush_waiting(self) -> None:
+    def _release(self) -> None:
         self._timer = None
         streams, self._waiting = self._waiting, []
-        self._flush(streams)
-
-    def _flush(self, streams: list[Stream]) -> None:
-        tasks: list[int] = []
-        texts: list[str] = []
-        token_ids: list[list[int]] = []
         for stream in streams:
-            # What was said may have left already, in front of something else.
-            if stream.speaks and (said := stream.take()) is not None:
-                tasks.append(stream.task)
-                texts.append(said.text)
-                token_ids.append(said.token_ids)
-        if tasks:
-            self.send(Spoken(tasks, texts, token_ids))
+            # What waited may have left already, in front of something else.
+            if stream.waits:
+                stream.leave()
+
+    def flush(self) -> None:
+        """What was said leaves now."""
+        if not self._tasks:
+            return
+        spoken = Spoken(self._tasks, self._texts, self._token_ids)
+        self._tasks, self._texts, self._token_ids = [], [], []
+        self.send(spoken)
 
 
 class Stream:
@@ -92,15 +95,15 @@ class Stream:
         "_texts",
         "_token_ids",
         "segment",
-        "speaks",
         "task",
+        "waits",
     )
 
     def __init__(self, outflow: Outflow, task: int, *, joins: bool, segment: int) -> None:
         self.task = task
         self.segment = segment
-        self.speaks = False
-        """Whether text waits to leave."""
+        self.waits = False
+        """Whether text waits for the end of a window."""
         self._outflow = outflow
         self._joins = joins
         self._began = False
@@ -123,9 +126,7 @@ class Stream:
         if self._open is not None and self._outstanding < WINDOW_BYTES:
             self._open.set()
             self._open = None
-            if self._texts:
-                self._outflow.speak_soon(self)
-                self.speaks = True
+            self.leave()
 
     def put(self, output: StageOutput) -> None:
         """Adds an output. Plain text may wait for more; anything else takes it along.
@@ -147,54 +148,50 @@ class Stream:
 
     def say(self, text: str, token_ids: list[int]) -> None:
         """Adds plain text. Never waits; while the consumer is behind, it is kept."""
+        may_wait = self._joins and self._began and self._outflow.window
+        if not (may_wait or self._texts or self._open is not None):
+            self._began = True
+            self._speak(text, token_ids)
+            return
         self._texts.append(text)
         self._token_ids += token_ids
         self._characters += len(text)
-        if self._open is not None:
-            return
-        if (
-            self._characters > JOINED_CHARACTERS
-            or len(self._token_ids) > JOINED_TOKENS
-            or len(self._texts) > JOINED_TOKENS
-        ):
-            # Now: who never lets the loop have a turn must fill the window all the same, and wait.
-            self._began = True
-            self._emit(StageOutput(self._taken()))
-        elif not self.speaks:
-            self.speaks = True
-            if self._joins and self._began and self._outflow.window:
-                self._outflow.speak_later(self)
-            else:
-                self._began = True
-                self._outflow.speak_soon(self)
+        pieces = max(len(self._texts), len(self._token_ids))
+        if self._characters > JOINED_CHARACTERS or pieces > JOINED_TOKENS:
+            self.leave()
+        elif not self.waits and self._open is None:
+            self.waits = True
+            self._outflow.hold(self)
 
-    def take(self) -> TextDelta | None:
-        """The text that waits, in the form of columns; None where it went another way."""
-        self.speaks = False
-        if self._open is not None:
-            # Kept until the consumer has taken something.
-            return None
-        delta = self._taken()
-        if self.segment:
-            self._emit(StageOutput(delta))
-            return None
-        self._count(text_size(delta.text, delta.token_ids))
-        return delta
+    def leave(self) -> None:
+        """Sends the text that waits; while the consumer is behind, it is kept."""
+        self.waits = False
+        if self._texts and self._open is None:
+            said = self._taken()
+            self._speak(said.text, said.token_ids)
 
     def close(self) -> None:
         """The task has said all: what waits leaves now."""
         if self._texts:
             self._emit(StageOutput(self._taken()))
+        self._outflow.flush()
 
     def drop(self) -> None:
         """The task ended before it had said all: what waits is of no use."""
-        self._taken()
+        self._texts.clear()
+
+    def _speak(self, text: str, token_ids: list[int]) -> None:
+        if self.segment:
+            self._emit(StageOutput(TextDelta(text, token_ids)))
+        else:
+            self._count(text_size(text, token_ids))
+            self._outflow.speak(self.task, text, token_ids)
 
     def _emit(self, output: StageOutput) -> None:
         if self.segment:
             output = msgspec.structs.replace(output, segment=self.segment)
         self._count(output_size(output))
-        self._outflow.send(Emitted(self.task, output))
+        self._outflow.emit(Emitted(self.task, output))
 
     def _joined(self, output: StageOutput) -> StageOutput:
         """The output behind the text that waits: as one where both are the same answer's."""
@@ -208,9 +205,8 @@ class Stream:
         return output
 
     def _taken(self) -> TextDelta:
-        texts = self._texts
-        delta = TextDelta("".join(texts), self._token_ids)
-        self._texts, self._token_ids, self._characters, self.speaks = [], [], 0, False
+        delta = TextDelta("".join(self._texts), self._token_ids)
+        self._texts, self._token_ids, self._characters, self.waits = [], [], 0, False
         return delta
 
     def _count(self, size: int) -> None:
