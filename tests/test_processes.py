@@ -198,9 +198,10 @@ async def test_outputs_of_one_turn_travel_in_one_message(monkeypatch: pytest.Mon
         answer = await collect(running.omni, stage_params=[script(outputs=100)])
     assert texts(answer).split() == [str(number) for number in range(100)]
     # The hundred in columns, each by itself, and what says why they ended.
-    ((words, end),) = batches
-    assert "".join(words.texts) == texts(answer)
-    assert len(words.texts) == 100
+    ((*words, end),) = batches
+    said = [text for one in words for text in one.texts]
+    assert "".join(said) == texts(answer)
+    assert len(said) == 100
     assert end.output.finish is not None
 
 
