@@ -27,38 +27,44 @@ SCARCE = 5.0
 """How much more the loop's time counts then: what it does not need, engines there get."""
 
 
-class ThreadClock:
-    """Time in which a thread had something to do: it ran, or waited for a processor. Of the thread
-    that makes it."""
+class KernelFile:
+    """A file in which the kernel tells something, kept open to be read again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
         self._file: int | None = None
-        # Not every kernel tells; then only the time that it ran counts.
+        # Not every kernel tells.
         with suppress(OSError):
-            path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def seconds(self) -> float:
-        """Seconds since the thread's start."""
-        if self._file is None:
-            return time.thread_time()
-        ran, waited, _ = os.pread(self._file, 128, 0).split()
-        return (int(ran) + int(waited)) / 1e9
+    def read(self) -> bytes:
+        """Its beginning; nothing where there is no such file."""
+        return b"" if self._file is None else os.pread(self._file, 256, 0)
 
     def close(self) -> None:
-        """Closes its file."""
+        """Closes it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
-class MachineClock:
+class ThreadClock(KernelFile):
+    """Time in which a thread had something to do: it ran, or waited for a processor. Of the thread
+    that makes it."""
+
+    def __init__(self) -> None:
+        super().__init__(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+    def seconds(self) -> float:
+        """Seconds since the thread's start; where the kernel does not tell, only those it ran."""
+        told = self.read().split()
+        return (int(told[0]) + int(told[1])) / 1e9 if told else time.thread_time()
+
+
+class MachineClock(KernelFile):
     """How much of the machine's processors is in use."""
 
     def __init__(self) -> None:
-        self._file: int | None = None
-        with suppress(OSError):
-            self._file = os.open("/proc/stat", os.O_RDONLY | os.O_CLOEXEC)
+        super().__init__("/proc/stat")
         self._last = self._ticks()
 
     def share(self) -> float:
@@ -69,17 +75,9 @@ class MachineClock:
 
     def _ticks(self) -> tuple[int, int]:
         """Idle and all."""
-        if self._file is None:
-            return 0, 0
         # "cpu  user nice system idle iowait irq softirq steal …", of all processors together.
-        ticks = [int(one) for one in os.pread(self._file, 256, 0).split(b"\n")[0].split()[1:9]]
-        return ticks[3] + ticks[4], sum(ticks)
-
-    def close(self) -> None:
-        """Closes its file."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        ticks = [int(one) for one in self.read().split(b"\n")[0].split()[1:9]]
+        return (ticks[3] + ticks[4], sum(ticks)) if ticks else (0, 0)
 
 
 def next_window(window_s: float, share: float, most_s: float) -> float:
